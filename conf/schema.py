@@ -1,0 +1,490 @@
+"""The configuration schema: every key, its type, its default (here and nowhere else) and its meaning.
+
+YAML groups and experiments hold only differences from this file. `docs/config.md` is generated from it
+(`python -m conf.document`). Cross-field rules live in `__post_init__`; each quotes the fields and their values.
+"""
+
+# ruff: noqa: RUF009 - option() is dataclasses.field() with a help text
+
+import math
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+
+from conf.errors import ConfigError
+
+
+def option(default: Any, help: str) -> Any:
+    """A dataclass field with a default and the sentence that documents it (mutable defaults are copied)."""
+    if isinstance(default, list | dict):
+        return field(default_factory=lambda: type(default)(default), metadata={"help": help})
+    return field(default=default, metadata={"help": help})
+
+
+class Dtype(Enum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+class Schedule(Enum):
+    constant = "constant"
+    linear = "linear"
+    cosine = "cosine"
+
+
+class Optimizer(Enum):
+    adamw = "adamw"
+    sgd = "sgd"
+
+
+class Layout(Enum):
+    """How rows become micro-batches: each row whole, or siblings that share one forward of their prompt."""
+
+    padded = "padded"
+    shared_prefix = "shared_prefix"
+
+
+class KlEstimator(Enum):
+    k1 = "k1"
+    k2 = "k2"
+    k3 = "k3"
+    k3_ratio = "k3_ratio"
+
+
+class Device(Enum):
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Template(Enum):
+    """chat: the tokenizer's chat template. plain: the text as it is, with the tokenizer's own special tokens."""
+
+    chat = "chat"
+    plain = "plain"
+
+
+def require(condition: bool, message: str) -> None:
+    """Raises ConfigError with `message` unless `condition` holds."""
+    if not condition:
+        raise ConfigError(message)
+
+
+def require_range(
+    section: str, key: str, value: float, low: float, high: float = math.inf, open_low: bool = False
+) -> None:
+    """Raises ConfigError unless low <= value <= high (low < value when `open_low`); NaN and infinity are refused."""
+    inside = math.isfinite(value) and (value > low if open_low else value >= low) and value <= high
+    bound = f"{'>' if open_low else '>='} {low:g}" + ("" if high == math.inf else f" and <= {high:g}")
+    finite = "" if math.isfinite(value) else "finite and "
+    require(inside, f"{section}{key}={value}: must be {finite}{bound}")
+
+
+@dataclass(kw_only=True)
+class AlgoConfig:
+    name: str = option("grpo", "label of the algorithm in logs")
+    normalize_std: bool = option(
+        True, "divide group advantages by the group's sample standard deviation (GRPO); false is Dr.GRPO's"
+    )
+    clip_low: float = option(0.2, "the ratio is clipped from below at 1 - clip_low")
+    clip_high: float = option(0.2, "the ratio is clipped from above at 1 + clip_high")
+    kl_coef: float = option(
+        0.0, "weight of the KL term to the reference policy in the loss; 0 starts no reference actor"
+    )
+    kl_estimator: KlEstimator = option(
+        KlEstimator.k2,
+        "k1, k2, k3, or k3_ratio (k3 times the ratio); only k2 and k3_ratio have the gradient of KL(policy, reference)",
+    )
+    num_epochs: int = option(1, "passes over the rollout batch in one step")
+    num_mini_batches: int = option(
+        1, "optimizer steps in one pass; prompts are dealt out whole, so samples of a prompt stay together"
+    )
+
+    def __post_init__(self) -> None:
+        require_range("algo.", "clip_low", self.clip_low, 0, 1, open_low=True)
+        require_range("algo.", "clip_high", self.clip_high, 0, open_low=True)
+        require_range("algo.", "kl_coef", self.kl_coef, 0)
+        require_range("algo.", "num_epochs", self.num_epochs, 1)
+        require_range("algo.", "num_mini_batches", self.num_mini_batches, 1)
+
+
+@dataclass(kw_only=True)
+class ModelConfig:
+    path: str = option("models/smollm2", "Hugging Face model folder (config.json, safetensors, tokenizer)")
+    attention: str = option(
+        "sdpa", "attention implementation of the training side (transformers name: sdpa, eager, flash_attention_2)"
+    )
+
+    def __post_init__(self) -> None:
+        require(bool(self.path), "model.path='': must name a Hugging Face folder; write model.path=FOLDER")
+
+
+@dataclass(kw_only=True)
+class DataConfig:
+    _target_: str | None = option(
+        None, "import path of a generator `f(split, seed, size, **kwargs) -> list[dict]`; null reads `path`"
+    )
+    path: str | None = option(None, "prompts: a .jsonl, .json or .parquet file, or a folder saved by `datasets`")
+    eval_path: str | None = option(
+        None, "held-out prompts, in the same formats; null holds out the last `eval_size` rows of `path`"
+    )
+    prompt_key: str = option("prompt", "column with the prompt: a string, or a list of chat messages")
+    template: Template = option(
+        Template.chat, "chat: render with the tokenizer's chat template; plain: encode the text as it is"
+    )
+    system_prompt: str | None = option(
+        None, "system message put before a string prompt (chat template only); null adds none"
+    )
+    size: int = option(4096, "training prompts that a generator is asked for")
+    eval_size: int = option(64, "held-out prompts for evaluation")
+    shuffle: bool = option(True, "a new seeded order in each epoch; false keeps the file's order")
+    drop_overlong: bool = option(
+        False, "leave out (and count) prompts longer than the room for them; false refuses to start"
+    )
+    kwargs: dict[str, Any] = option({}, "further arguments of the generator")
+
+    def __post_init__(self) -> None:
+        require(
+            bool(self._target_) != bool(self.path),
+            f"data._target_={self._target_ or 'null'} with data.path={self.path or 'null'}: "
+            "exactly one says where prompts come from; write data=file data.path=FILE, or choose a generator",
+        )
+        require_range("data.", "size", self.size, 1)
+        require_range("data.", "eval_size", self.eval_size, 0)
+
+
+@dataclass(kw_only=True)
+class RewardConfig:
+    _target_: str = option(
+        "rollout.tasks.arithmetic.reward",
+        "import path of `f(completion: str, record: dict, **kwargs) -> float` (or async def)",
+    )
+    deadline_s: float = option(10.0, "seconds one call may take; its process is killed then and the sample is left out")
+    num_workers: int = option(1, "processes that run the reward function")
+    shuffle: bool = option(
+        False, "control experiment: rewards of a step are permuted over its samples, so nothing can be learnt"
+    )
+    kwargs: dict[str, Any] = option({}, "further arguments of the reward function")
+
+    def __post_init__(self) -> None:
+        require(
+            bool(self._target_),
+            "reward._target_='': must name a function; write reward._target_=PACKAGE.MODULE.FUNCTION",
+        )
+        require_range("reward.", "deadline_s", self.deadline_s, 0, open_low=True)
+        require_range("reward.", "num_workers", self.num_workers, 1)
+
+
+@dataclass(kw_only=True)
+class TrainerConfig:
+    zero_stage: int = option(1, "DeepSpeed ZeRO stage: 0, 1, 2 or 3")
+    dtype: Dtype = option(Dtype.float32, "dtype of live weights and of the forward; the master copy is fp32")
+    optimizer: Optimizer = option(Optimizer.adamw, "adamw or sgd")
+    lr: float = option(1e-5, "peak learning rate")
+    schedule: Schedule = option(
+        Schedule.constant, "constant, linear (to zero) or cosine (to zero), counted in optimizer steps"
+    )
+    warmup_ratio: float = option(
+        0.0, "share of all optimizer steps in which the learning rate rises linearly from zero"
+    )
+    beta1: float = option(0.9, "AdamW first-moment decay")
+    beta2: float = option(0.999, "AdamW second-moment decay")
+    eps: float = option(1e-8, "AdamW epsilon")
+    weight_decay: float = option(0.0, "AdamW decoupled weight decay")
+    grad_clip: float = option(1.0, "largest global gradient norm; 0 turns clipping off")
+    layout: Layout = option(Layout.shared_prefix, "padded, or shared_prefix (the prompt of a group runs once; exact)")
+    micro_batch_tokens: int = option(8192, "most tokens, padding included, in one forward of one rank")
+    logprob_chunk_tokens: int = option(256, "tokens whose [tokens, vocabulary] logits exist at a time")
+    gradient_checkpointing: bool = option(False, "recompute activations in the backward pass (padded layout only)")
+    num_threads: int = option(0, "CPU threads of one rank; 0 divides the machine's cores among the ranks")
+    timeout_s: float = option(1800.0, "longest wait for one call to the training ranks, seconds")
+
+    def __post_init__(self) -> None:
+        require(self.zero_stage in (0, 1, 2, 3), f"trainer.zero_stage={self.zero_stage}: must be 0, 1, 2 or 3")
+        require(
+            not (self.dtype is Dtype.bfloat16 and self.zero_stage == 0),
+            "trainer.dtype=bfloat16 with trainer.zero_stage=0: ZeRO-0 keeps no fp32 master and drifts; "
+            "use trainer.zero_stage=1, 2 or 3",
+        )
+        require(
+            not (self.gradient_checkpointing and self.layout is Layout.shared_prefix),
+            "trainer.gradient_checkpointing=true with trainer.layout=shared_prefix: "
+            "the shared prompt lives in a key/value cache, which recomputation forbids; use trainer.layout=padded",
+        )
+        require_range("trainer.", "lr", self.lr, 0)
+        require_range("trainer.", "warmup_ratio", self.warmup_ratio, 0, 1)
+        require_range("trainer.", "beta1", self.beta1, 0, 1)
+        require_range("trainer.", "beta2", self.beta2, 0, 1)
+        require_range("trainer.", "eps", self.eps, 0, open_low=True)
+        require_range("trainer.", "weight_decay", self.weight_decay, 0)
+        require_range("trainer.", "grad_clip", self.grad_clip, 0)
+        require_range("trainer.", "micro_batch_tokens", self.micro_batch_tokens, 1)
+        require_range("trainer.", "logprob_chunk_tokens", self.logprob_chunk_tokens, 1)
+        require_range("trainer.", "num_threads", self.num_threads, 0)
+        require_range("trainer.", "timeout_s", self.timeout_s, 0, open_low=True)
+
+
+@dataclass(kw_only=True)
+class RolloutConfig:
+    max_tokens: int = option(16, "most tokens sampled for one completion")
+    temperature: float = option(1.0, "sampling temperature; the trainer scores at the same")
+    max_model_len: int = option(512, "longest prompt + completion in tokens")
+    dtype: Dtype = option(Dtype.float32, "dtype of the engine's weights and activations")
+    tp: list[int] = option([1], "tensor-parallel size: one number for all engines, or one for each")
+    max_num_seqs: int = option(128, "sequences an engine decodes at once")
+    kv_cache_bytes: int = option(512 << 20, "key/value cache of an engine on the CPU, bytes")
+    gpu_memory_utilization: float = option(0.5, "share of a GPU's memory an engine may take")
+    prefix_caching: bool = option(True, "reuse keys/values of common prompt prefixes (cleared at each push)")
+    num_threads: int = option(0, "CPU threads of one engine; 0 divides the machine's cores among the engines")
+    deadline_s: float = option(
+        600.0, "seconds from sending a request to its completion; after that it is aborted and left out"
+    )
+    mismatch_limit: float = option(
+        0.0, "largest mean |engine - trainer| log-probability in a step; 0 chooses 1e-3 (float32) or 0.1 (bfloat16)"
+    )
+
+    def __post_init__(self) -> None:
+        require_range("rollout.", "max_tokens", self.max_tokens, 1)
+        require_range("rollout.", "temperature", self.temperature, 0, open_low=True)
+        require_range("rollout.", "max_model_len", self.max_model_len, 2)
+        require(
+            self.max_tokens < self.max_model_len,
+            f"rollout.max_tokens={self.max_tokens} with rollout.max_model_len={self.max_model_len}: "
+            "no room is left for a prompt",
+        )
+        require(
+            bool(self.tp) and all(size >= 1 for size in self.tp),
+            f"rollout.tp={list(self.tp)}: must be a list of sizes >= 1, like [1] or [1,2]",
+        )
+        require_range("rollout.", "max_num_seqs", self.max_num_seqs, 1)
+        require_range("rollout.", "kv_cache_bytes", self.kv_cache_bytes, 1 << 20)
+        require_range("rollout.", "gpu_memory_utilization", self.gpu_memory_utilization, 0, 1, open_low=True)
+        require_range("rollout.", "num_threads", self.num_threads, 0)
+        require_range("rollout.", "deadline_s", self.deadline_s, 0, open_low=True)
+        require_range("rollout.", "mismatch_limit", self.mismatch_limit, 0)
+
+    @property
+    def mismatch_bound(self) -> float:
+        """The limit in force: `mismatch_limit`, or the default of the dtype."""
+        return self.mismatch_limit or (1e-3 if self.dtype is Dtype.float32 else 0.1)
+
+
+@dataclass(kw_only=True)
+class SyncConfig:
+    bucket_bytes: int = option(
+        64 << 20, "aim for the size of one bucket; a decoder layer is never cut, so it may be larger"
+    )
+    num_slots: int = option(3, "buckets in the shared ring")
+    probe_tokens: int = option(24, "length of the row whose log-probabilities are compared after each push")
+    probe_limit: float = option(
+        0.0, "largest |engine - trainer| on the probe row; 0 chooses 1e-3 (float32) or 0.5 (bfloat16)"
+    )
+    timeout_s: float = option(300.0, "longest wait for one phase of a push, seconds")
+
+    def __post_init__(self) -> None:
+        require_range("sync.", "bucket_bytes", self.bucket_bytes, 1 << 16)
+        require_range("sync.", "num_slots", self.num_slots, 2)
+        require_range("sync.", "probe_tokens", self.probe_tokens, 2)
+        require_range("sync.", "probe_limit", self.probe_limit, 0)
+        require_range("sync.", "timeout_s", self.timeout_s, 0, open_low=True)
+
+
+@dataclass(kw_only=True)
+class ClusterConfig:
+    address: str | None = option(
+        None, "address of a running Ray cluster; null starts one for this run and stops it afterwards"
+    )
+    device: Device = option(Device.auto, "cpu, cuda, or auto (cuda where PyTorch sees one)")
+    train_ranks: int = option(1, "processes of the training group")
+    rollout_engines: int = option(1, "vLLM engines")
+    cpus_per_rank: float = option(
+        0.0, "CPUs reserved in Ray by a training rank; 0 shares the cores, as phases alternate"
+    )
+    cpus_per_engine: float = option(0.0, "CPUs reserved in Ray by an engine")
+    gpus_per_rank: float = option(1.0, "GPUs of a training rank (cuda only)")
+    gpus_per_engine: float = option(1.0, "GPUs of an engine for each tensor-parallel member (cuda only)")
+    start_timeout_s: float = option(600.0, "longest wait for an actor to load its model, seconds")
+
+    def __post_init__(self) -> None:
+        require_range("cluster.", "train_ranks", self.train_ranks, 1)
+        require_range("cluster.", "rollout_engines", self.rollout_engines, 1)
+        for key in ("cpus_per_rank", "cpus_per_engine", "gpus_per_rank", "gpus_per_engine"):
+            require_range("cluster.", key, getattr(self, key), 0)
+        require_range("cluster.", "start_timeout_s", self.start_timeout_s, 0, open_low=True)
+
+
+@dataclass(kw_only=True)
+class EvaluationConfig:
+    every: int = option(
+        0, "evaluate after every n-th step, and before the first and after the last; 0 turns evaluation off"
+    )
+    samples: int = option(4, "sampled completions for each held-out prompt")
+    temperature: float = option(1.0, "temperature of the sampled completions")
+    greedy: bool = option(True, "also one completion at temperature 0")
+    seed: int = option(1234, "seed of the sampled completions: the same in every evaluation")
+
+    def __post_init__(self) -> None:
+        require_range("evaluation.", "every", self.every, 0)
+        require_range("evaluation.", "samples", self.samples, 1)
+        require_range("evaluation.", "temperature", self.temperature, 0, open_low=True)
+
+
+@dataclass(kw_only=True)
+class CheckpointConfig:
+    every: int = option(0, "save after every n-th step; 0 saves only at the end")
+    at_end: bool = option(True, "save when the run ends normally")
+    keep: int = option(2, "newest checkpoints that stay on disk; 0 keeps all")
+    force: bool = option(False, "resume although the configuration differs in what is learnt")
+    export: bool = option(True, "write the final policy as a Hugging Face folder, `<run folder>/hf`")
+
+    def __post_init__(self) -> None:
+        require_range("checkpoint.", "every", self.every, 0)
+        require_range("checkpoint.", "keep", self.keep, 0)
+
+
+@dataclass(kw_only=True)
+class TrackingConfig:
+    wandb: bool = option(True, "log to W&B; offline when there is no key or WANDB_MODE says so")
+    offline: bool = option(False, "keep W&B offline even where there is a key")
+    tensorboard: bool = option(False, "log to TensorBoard files in the run folder")
+    project: str = option("tandem", "W&B project")
+    samples_per_step: int = option(4, "rollouts written to rollouts.jsonl in each step")
+    live: bool = option(True, "live table on a terminal; plain lines otherwise")
+
+    def __post_init__(self) -> None:
+        require_range("tracking.", "samples_per_step", self.samples_per_step, 0)
+
+
+@dataclass(kw_only=True)
+class SftConfig:
+    """Supervised warm start (scripts/sft.py, and train.py when `num_steps` > 0) on `record["completion"]`."""
+
+    num_steps: int = option(0, "optimizer steps of the warm start; 0 starts from the model as it is")
+    batch_size: int = option(128, "demonstrations in one step")
+    lr: float = option(2e-3, "peak learning rate of the warm start")
+    warmup_steps: int = option(50, "steps in which the learning rate rises linearly")
+    final_lr_ratio: float = option(0.1, "the learning rate falls linearly to this share of its peak")
+    weight_decay: float = option(0.01, "AdamW weight decay of the warm start")
+    beta2: float = option(0.98, "AdamW second-moment decay of the warm start")
+    grad_clip: float = option(1.0, "largest global gradient norm")
+    kwargs: dict[str, Any] = option({}, "further arguments of the data generator for demonstrations (split 'sft')")
+
+    def __post_init__(self) -> None:
+        require_range("sft.", "num_steps", self.num_steps, 0)
+        require_range("sft.", "batch_size", self.batch_size, 1)
+        require_range("sft.", "lr", self.lr, 0, open_low=True)
+        require_range("sft.", "warmup_steps", self.warmup_steps, 0)
+        require_range("sft.", "final_lr_ratio", self.final_lr_ratio, 0, 1)
+        require_range("sft.", "beta2", self.beta2, 0, 1)
+        require_range("sft.", "grad_clip", self.grad_clip, 0)
+
+
+@dataclass(kw_only=True)
+class Config:
+    name: str = option("run", "name of the run: part of its folder's name")
+    seed: int = option(0, "seed of prompt order, sampling and initialisation")
+    num_steps: int = option(12, "steps: rollout, update, weight sync")
+    prompts_per_step: int = option(8, "prompts (groups) in one step")
+    samples_per_prompt: int = option(8, "trajectories in a group")
+    max_lag: int = option(0, "weight versions that rollouts may run ahead; 0 is synchronous training")
+    run_dir: str | None = option(
+        None,
+        "run folder; null makes `runs/<date>-<name>`, or continues the newest of that name "
+        "when resume=auto finds it unfinished",
+    )
+    resume: str = option(
+        "auto",
+        "auto (the newest run of this name and meaning, when its newest checkpoint is before num_steps), never, "
+        "or the path of a checkpoint",
+    )
+    algo: AlgoConfig = field(default_factory=AlgoConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=lambda: DataConfig(_target_="rollout.tasks.arithmetic.generate"))
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    sync: SyncConfig = field(default_factory=SyncConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    sft: SftConfig = field(default_factory=SftConfig)
+
+    def __post_init__(self) -> None:
+        require_range("", "num_steps", self.num_steps, 1)
+        require_range("", "prompts_per_step", self.prompts_per_step, 1)
+        require_range("", "samples_per_prompt", self.samples_per_prompt, 1)
+        require_range("", "max_lag", self.max_lag, 0)
+        require(bool(self.resume), "resume='': must be auto, never or the path of a checkpoint")
+        require_range("", "seed", self.seed, 0, 2**31 - 1)
+        require(
+            self.name.replace("-", "").replace("_", "").replace(".", "").isalnum(),
+            f"name={self.name!r}: use letters, digits, '-', '_' and '.' (it becomes part of a folder's name)",
+        )
+        require(
+            self.samples_per_prompt >= 2,
+            f"samples_per_prompt={self.samples_per_prompt} with algo.name={self.algo.name}: "
+            "group advantages compare samples of one prompt; use at least 2",
+        )
+        require(
+            self.prompts_per_step % self.algo.num_mini_batches == 0,
+            f"prompts_per_step={self.prompts_per_step} with algo.num_mini_batches={self.algo.num_mini_batches}: "
+            "must divide evenly",
+        )
+        rows = self.prompts_per_step * self.samples_per_prompt // self.algo.num_mini_batches
+        require(
+            rows % self.cluster.train_ranks == 0,
+            f"prompts_per_step={self.prompts_per_step} x samples_per_prompt={self.samples_per_prompt} / "
+            f"algo.num_mini_batches={self.algo.num_mini_batches} = {rows} rows: "
+            f"not divisible by cluster.train_ranks={self.cluster.train_ranks}",
+        )
+        require(
+            len(self.rollout.tp) in (1, self.cluster.rollout_engines),
+            f"rollout.tp={list(self.rollout.tp)} with cluster.rollout_engines={self.cluster.rollout_engines}: "
+            "give one size for all engines or one for each",
+        )
+        require(
+            self.trainer.layout is Layout.padded or self.prompts_per_step >= self.cluster.train_ranks,
+            f"trainer.layout=shared_prefix with prompts_per_step={self.prompts_per_step} and "
+            f"cluster.train_ranks={self.cluster.train_ranks}: a rank would have no group; use trainer.layout=padded",
+        )
+
+    @property
+    def num_optimizer_steps(self) -> int:
+        """Optimizer steps of the whole run: the unit of the learning-rate schedule."""
+        return self.num_steps * self.algo.num_epochs * self.algo.num_mini_batches
+
+    @property
+    def probe_bound(self) -> float:
+        """The probe limit in force: `sync.probe_limit`, or the default of the engine's dtype."""
+        return self.sync.probe_limit or (1e-3 if self.rollout.dtype is Dtype.float32 else 0.5)
+
+    def engine_tp(self, engine: int) -> int:
+        """Tensor-parallel size of engine number `engine`."""
+        return self.rollout.tp[engine if len(self.rollout.tp) > 1 else 0]
+
+
+SECTIONS: dict[str, type] = {
+    "algo": AlgoConfig,
+    "model": ModelConfig,
+    "data": DataConfig,
+    "reward": RewardConfig,
+    "trainer": TrainerConfig,
+    "rollout": RolloutConfig,
+    "sync": SyncConfig,
+    "cluster": ClusterConfig,
+    "evaluation": EvaluationConfig,
+    "checkpoint": CheckpointConfig,
+    "tracking": TrackingConfig,
+    "sft": SftConfig,
+}
+
+
+def register() -> None:
+    """Adds the schemas to Hydra's store; YAML files name them as the first entry of their `defaults`."""
+    store = ConfigStore.instance()
+    store.store(name="schema", node=Config)
+    for group, node in SECTIONS.items():
+        store.store(group=group, name="schema", node=node)

@@ -1,0 +1,157 @@
+"""The YAML files against the schema, and the rules between fields."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from conf import document
+from conf.errors import ConfigError
+from conf.keys import CONF, Key, all_keys, group_choices, section_keys
+from conf.launch import compose, to_dict
+from conf.schema import (
+    SECTIONS,
+    AlgoConfig,
+    ClusterConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    RewardConfig,
+    RolloutConfig,
+    TrainerConfig,
+)
+
+GROUPS = group_choices()
+EXPERIMENTS = GROUPS["experiment"]
+MUST_BE_GIVEN = {
+    "model=hf": "model.path=somewhere",
+    "data=file": "data.path=a.jsonl",
+    "reward=function": "reward._target_=m.f",
+}
+ROUNDS = max(len(choices) for choices in GROUPS.values())
+FILES = sorted(CONF.glob("*/*.yaml"))
+
+
+def schema_of(file: Path) -> dict[str, Key]:
+    """Keys and defaults that a YAML file is laid over."""
+    if file.parent.name == "experiment":
+        return all_keys()
+    return {key.path: key for key in section_keys(SECTIONS[file.parent.name], "")}
+
+
+def flat(node: object, prefix: str = "") -> dict[str, object]:
+    """Leaves of nested dictionaries by dotted path; free dictionaries (kwargs) stay whole."""
+    if not isinstance(node, dict) or prefix.endswith("kwargs."):
+        return {prefix.rstrip("."): node}
+    return {path: leaf for key, value in node.items() for path, leaf in flat(value, f"{prefix}{key}.").items()}
+
+
+def contents(file: Path) -> dict[str, object]:
+    """The leaves of a YAML file, without its defaults list."""
+    node = OmegaConf.to_container(OmegaConf.load(file))
+    assert isinstance(node, dict)
+    node.pop("defaults")
+    return flat(node) if node else {}
+
+
+@pytest.mark.parametrize("turn", range(ROUNDS))
+def test_compose_each_choice_of_each_group_valid(turn: int) -> None:
+    chosen = {group: choices[turn % len(choices)] for group, choices in GROUPS.items() if group != "experiment"}
+    overrides = [f"{group}={choice}" for group, choice in chosen.items()]
+    overrides += [MUST_BE_GIVEN[override] for override in overrides if override in MUST_BE_GIVEN]
+    cfg = to_dict(compose(overrides))
+    for group, choice in chosen.items():
+        for key, value in contents(CONF / group / f"{choice}.yaml").items():
+            assert flat(cfg[group])[key] == (value or flat(cfg[group])[key]), f"{group}={choice} does not set {key}"
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_compose_each_experiment_sets_what_its_file_says(experiment: str) -> None:
+    cfg = flat(to_dict(compose([f"experiment={experiment}"])))
+    for key, value in contents(CONF / "experiment" / f"{experiment}.yaml").items():
+        assert cfg[key] == value
+    assert cfg["name"] == experiment
+    assert cfg["evaluation.every"] and cfg["num_steps"] % cfg["evaluation.every"] == 0
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}/{file.stem}")
+def test_yaml_file_any_holds_only_differences_from_the_schema(file: Path) -> None:
+    schema = schema_of(file)
+    for path, value in contents(file).items():
+        assert path in schema, f"{file}: {path} is not in the schema"
+        default = schema[path].default
+        assert value != getattr(default, "name", default), f"{file}: {path} repeats the schema's default"
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}/{file.stem}")
+def test_yaml_file_any_begins_with_its_meaning_and_its_schema(file: Path) -> None:
+    defaults = OmegaConf.to_container(OmegaConf.load(file))["defaults"]  # type: ignore[index, call-overload]
+    assert any(line.startswith("# ") and not line.startswith("# @") for line in file.read_text().splitlines()[:2])
+    assert defaults[-1] == "_self_"
+    assert file.parent.name == "experiment" or defaults == ["schema", "_self_"]
+
+
+def test_schema_every_key_has_a_meaning_and_a_known_type() -> None:
+    for key in all_keys().values():
+        assert key.help and key.wanted
+        assert key.default is None or key.fits(getattr(key.default, "name", key.default))
+
+
+def test_compose_nothing_equals_the_schema_defaults() -> None:
+    assert compose([]) == Config()
+
+
+def test_config_page_in_docs_is_current() -> None:
+    assert document.PAGE.read_text() == document.page(), "run `python -m conf.document`"
+
+
+def test_document_check_stale_page_exits_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(document, "PAGE", tmp_path / "docs" / "config.md")
+    monkeypatch.setattr("sys.argv", ["document", "--check"])
+    assert document.main() == 1
+    monkeypatch.setattr("sys.argv", ["document"])
+    assert document.main() == 0
+    monkeypatch.setattr("sys.argv", ["document", "--check"])
+    assert document.main() == 0
+
+
+def test_experiment_with_group_override_keeps_the_command_line() -> None:
+    cfg = compose(["experiment=tiny_sort", "model=smollm2", "trainer=zero2", "sft.num_steps=0"])
+    assert (cfg.model.path, cfg.trainer.zero_stage, cfg.trainer.lr, cfg.sft.num_steps) == ("models/smollm2", 2, 3e-4, 0)
+
+
+def test_num_optimizer_steps_ten_steps_two_epochs_two_mini_batches_is_40() -> None:
+    shape = ["trainer.micro_batch_tokens=64", "cluster.train_ranks=2", "samples_per_prompt=4"]
+    cfg = compose(["num_steps=10", "prompts_per_step=8", "algo.num_epochs=2", "algo.num_mini_batches=2", *shape])
+    assert cfg.num_optimizer_steps == 40
+    assert replace(cfg, cluster=ClusterConfig(train_ranks=1), samples_per_prompt=8).num_optimizer_steps == 40
+
+
+@pytest.mark.parametrize(
+    ("make", "pieces"),
+    [
+        (
+            lambda: Config(prompts_per_step=8, algo=AlgoConfig(num_mini_batches=3)),
+            ["prompts_per_step=8", "num_mini_batches=3"],
+        ),
+        (lambda: Config(samples_per_prompt=1), ["samples_per_prompt=1", "at least 2"]),
+        (lambda: RolloutConfig(max_tokens=512), ["rollout.max_tokens=512", "rollout.max_model_len=512"]),
+        (lambda: Config(rollout=RolloutConfig(tp=[1, 2])), ["rollout.tp=[1, 2]", "cluster.rollout_engines=1"]),
+        (lambda: Config(cluster=ClusterConfig(train_ranks=3)), ["64 rows", "cluster.train_ranks=3"]),
+        (lambda: AlgoConfig(clip_low=1.5), ["algo.clip_low=1.5", "<= 1"]),
+        (lambda: Config(name="a/b"), ["name='a/b'"]),
+        (lambda: TrainerConfig(lr=float("nan")), ["trainer.lr=nan"]),
+        (lambda: TrainerConfig(lr=float("inf")), ["trainer.lr=inf", "finite"]),
+        (lambda: TrainerConfig(zero_stage=4), ["trainer.zero_stage=4"]),
+        (lambda: ModelConfig(path=""), ["model.path"]),
+        (lambda: RewardConfig(_target_=""), ["reward._target_"]),
+        (lambda: DataConfig(), ["data._target_=null", "data.path=null"]),
+        (lambda: DataConfig(_target_="a.b", path="c"), ["data._target_=a.b", "data.path=c"]),
+    ],
+)
+def test_schema_impossible_values_refused_with_fields_and_values(make, pieces: list[str]) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ConfigError) as error:
+        make()
+    for piece in pieces:
+        assert piece in str(error.value)
