@@ -1,0 +1,131 @@
+"""Collating groups into a batch, and cutting a batch: mini-batches, ranks, micro-batches. Pure and deterministic.
+
+Any cut gives the same loss and gradient, because every divisor is a global count (design invariant 4).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from conf.schema import Layout
+from rl.types import Batch, Group, Trajectory
+
+
+class NoValidTrajectories(RuntimeError):
+    """Every episode of a step failed: there is nothing to learn from."""
+
+
+def collate(groups: Sequence[Group]) -> Batch:
+    """One row for each valid trajectory, right-padded with 0. Failed trajectories are left out.
+
+    Raises NoValidTrajectories with the first errors when no trajectory is valid.
+    """
+    rows = [(g.position, t) for g in groups for t in g.trajectories if t.valid]
+    if not rows:
+        errors = [
+            f"{t.status.value}: {t.error.strip().splitlines()[-1] if t.error.strip() else '(no message)'}"
+            for g in groups
+            for t in g.trajectories
+        ]
+        raise NoValidTrajectories(
+            f"all {len(errors)} trajectories of this step failed, for example:\n  "
+            + "\n  ".join(dict.fromkeys(errors[:20]))
+        )
+    width = max(len(t.token_ids) for _, t in rows)
+
+    def padded(values: list[Sequence[float]], dtype: torch.dtype) -> torch.Tensor:
+        out = torch.zeros(len(values), width, dtype=dtype)
+        for i, row in enumerate(values):
+            out[i, : len(row)] = torch.tensor(row, dtype=dtype)
+        return out
+
+    trajectories: list[Trajectory] = [t for _, t in rows]
+    lengths = torch.tensor([len(t.token_ids) for t in trajectories])
+    return Batch(
+        tokens=padded([t.token_ids for t in trajectories], torch.long),
+        attention_mask=torch.arange(width)[None, :] < lengths[:, None],
+        action_mask=padded([t.action_mask for t in trajectories], torch.bool),
+        rollout_logprobs=padded([t.logprobs for t in trajectories], torch.float32),
+        rewards=torch.tensor([t.reward for t in trajectories], dtype=torch.float32),
+        group_index=torch.tensor([position for position, _ in rows]),
+        prompt_len=torch.tensor([t.prompt_len for t in trajectories]),
+        version=torch.tensor([min((v for v in t.versions if v >= 0), default=-1) for t in trajectories]),
+    )
+
+
+def split_mini_batches(group_index: torch.Tensor, count: int, seed: Sequence[int]) -> list[list[int]]:
+    """Row numbers of `count` mini-batches. Groups are shuffled by `seed` and dealt out whole, as evenly as they go.
+
+    Raises ValueError when there are fewer groups than mini-batches.
+    """
+    groups = torch.unique(group_index).tolist()
+    if len(groups) < count:
+        raise ValueError(
+            f"{len(groups)} groups hold a valid trajectory, but algo.num_mini_batches={count} needs as many"
+        )
+    order = np.random.default_rng(list(seed)).permutation(len(groups)) if count > 1 else range(len(groups))
+    rank = {groups[g]: i for i, g in enumerate(order)}
+    parts: list[list[int]] = [[] for _ in range(count)]
+    for row, group in enumerate(group_index.tolist()):
+        parts[rank[group] * count // len(groups)].append(row)
+    return parts
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """One forward of one rank. `num_chunks` is equal on all ranks: under ZeRO-3 each chunk's head is a collective.
+
+    An empty `rows` is a dummy that adds no loss and no count; it keeps collectives in step.
+    """
+
+    rows: list[int]
+    num_chunks: int
+
+
+def plan_micro_batches(
+    batch: Batch, layout: Layout, ranks: int, token_budget: int, chunk_tokens: int
+) -> list[list[MicroBatch]]:
+    """Micro-batches [rank][k] of a batch; the number k is the same on every rank.
+
+    Units (rows, or whole groups in the shared-prefix layout) are sorted by length and dealt out in waves of one unit
+    for each rank, so that the k-th micro-batches of all ranks are of similar size. A micro-batch takes units while its
+    padded tokens stay within `token_budget`; a unit larger than that is alone.
+    """
+    prompt: list[int] = batch.prompt_len.tolist()
+    total = batch.lengths
+    if layout is Layout.shared_prefix:
+        members: dict[int, list[int]] = {}
+        for row, group in enumerate(batch.group_index.tolist()):
+            members.setdefault(group, []).append(row)
+        units = list(members.values())
+    else:
+        units = [[row] for row in range(batch.num_rows)]
+
+    def cost(chosen: list[list[int]]) -> int:
+        rows = [r for unit in chosen for r in unit]
+        if not rows:
+            return 0
+        if layout is Layout.padded:
+            return len(rows) * max(total[r] for r in rows)
+        return len(chosen) * max(prompt[r] for r in rows) + len(rows) * max(total[r] - prompt[r] for r in rows)
+
+    units.sort(key=lambda unit: cost([unit]), reverse=True)
+    slots: list[list[list[list[int]]]] = []
+    for start in range(0, len(units), ranks):
+        wave = units[start : start + ranks]
+        last = slots[-1] if slots else []
+        grown = [have + ([wave[rank]] if rank < len(wave) else []) for rank, have in enumerate(last)]
+        if slots and max(cost(chosen) for chosen in grown) <= token_budget:
+            slots[-1] = grown
+        else:
+            slots.append([[unit] for unit in wave] + [[] for _ in range(ranks - len(wave))])
+    action = batch.action_mask.sum(-1).tolist()
+    plans: list[list[MicroBatch]] = [[] for _ in range(ranks)]
+    for slot in slots:
+        rows = [[r for unit in chosen for r in unit] for chosen in slot]
+        most = max(sum(action[r] for r in chosen) for chosen in rows)
+        for rank, chosen in enumerate(rows):
+            plans[rank].append(MicroBatch(rows=chosen, num_chunks=max(1, -(-most // chunk_tokens))))
+    return plans

@@ -1,0 +1,33 @@
+"""Engine against trainer: how far apart are two records of the same tokens' log-probabilities?"""
+
+import torch
+
+from rl.losses import masked_fill_zero
+
+
+class MismatchError(RuntimeError):
+    """Engine and trainer disagree on the log-probabilities of the sampled tokens by more than the limit."""
+
+
+def mismatch_sums(train: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Sums over action tokens of |train - rollout| and of the k3 estimate of KL(rollout || train); and the largest gap.
+
+    All [B, T]. Divide `mismatch` and `mismatch_kl` by the number of action tokens.
+    """
+    gap = masked_fill_zero(train, mask) - masked_fill_zero(rollout, mask)
+    return {
+        "mismatch": gap.abs().double().sum(),
+        "mismatch_kl": (gap.clamp(-20, 20).exp() - 1 - gap).double().sum(),
+        "mismatch_max": gap.abs().max() if gap.numel() else torch.zeros(()),
+    }
+
+
+def require_match(mismatch: float, limit: float, version: int) -> None:
+    """Raises MismatchError unless `mismatch` (a mean) is at most `limit`. NaN is never at most."""
+    if not mismatch <= limit:
+        raise MismatchError(
+            f"mean |engine - trainer| log-probability is {mismatch:.3g} at weight version {version}, limit {limit:.3g} "
+            "(rollout.mismatch_limit). The engine holds other weights, or scores another distribution, than the "
+            "trainer: "
+            "compare rollout.dtype with trainer.dtype, and look at the sync report of the last push"
+        )

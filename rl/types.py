@@ -1,0 +1,176 @@
+"""The data that flows through the loop. Lengths: B rows, T tokens, N tokens of one sequence.
+
+Per-token arrays are token-aligned: entry t is about token t (its log-probability given tokens < t); entry 0 is never
+trained.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+
+
+class Status(Enum):
+    """How an episode ended. Only `ok` enters group statistics and the batch; the rest is counted and shown."""
+
+    ok = "ok"
+    reward_failed = "reward_failed"
+    reward_timeout = "reward_timeout"
+    engine_failed = "engine_failed"
+    engine_timeout = "engine_timeout"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """Every knob of the sampling distribution: read by the engine, and by whoever scores what was sampled.
+
+    temperature 0 is greedy decoding (evaluation only). top_p 1 and top_k -1 are off. seed is that of one request.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(kw_only=True)
+class Prompt:
+    """One prompt: `index` in its dataset, token ids [N], and the data record that the reward function reads."""
+
+    index: int
+    token_ids: list[int]
+    record: dict[str, Any]
+
+
+@dataclass(kw_only=True)
+class Completion:
+    """One engine call. token_ids, logprobs, versions: [N]. Times in seconds."""
+
+    prompt_ids: list[int]
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str
+    versions: list[int]
+    ttft_s: float
+    decode_s: float
+
+
+@dataclass(kw_only=True)
+class Trajectory:
+    """The record of one episode: what the engine saw and made, id for id.
+
+    token_ids, action_mask (True where the policy sampled the token), logprobs (0.0 where it did not),
+    versions (-1 where it did not): [N], token-aligned. The first `prompt_len` tokens are the prompt.
+    """
+
+    token_ids: list[int]
+    prompt_len: int
+    action_mask: list[bool]
+    logprobs: list[float]
+    versions: list[int]
+    reward: float = 0.0
+    status: Status = Status.ok
+    error: str = ""
+    truncated: bool = False
+    text: str = ""
+
+    @property
+    def valid(self) -> bool:
+        return self.status is Status.ok
+
+    @property
+    def num_action_tokens(self) -> int:
+        return sum(self.action_mask)
+
+
+@dataclass(kw_only=True)
+class Group:
+    """The trajectories of one prompt. `position` counts prompts drawn since the start of training."""
+
+    position: int
+    prompt: Prompt
+    trajectories: list[Trajectory]
+    version: int
+
+    @property
+    def valid(self) -> list[Trajectory]:
+        return [t for t in self.trajectories if t.valid]
+
+
+@dataclass(kw_only=True)
+class Batch:
+    """Rows of one step, right-padded. Float arrays are float32.
+
+    tokens [B, T] int64; attention_mask, action_mask [B, T] bool; rollout_logprobs, train_logprobs, ref_logprobs,
+    values, advantages, returns [B, T]; rewards [B]; group_index, prompt_len, version [B] int64.
+    `version` is the oldest weight version that sampled a token of the row.
+    """
+
+    tokens: torch.Tensor
+    attention_mask: torch.Tensor
+    action_mask: torch.Tensor
+    rollout_logprobs: torch.Tensor
+    rewards: torch.Tensor
+    group_index: torch.Tensor
+    prompt_len: torch.Tensor
+    version: torch.Tensor
+    train_logprobs: torch.Tensor | None = None
+    ref_logprobs: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+    advantages: torch.Tensor | None = None
+    returns: torch.Tensor | None = None
+
+    @property
+    def num_rows(self) -> int:
+        return self.tokens.shape[0]
+
+    @property
+    def num_action_tokens(self) -> int:
+        """The global divisor of a token mean over this batch."""
+        return int(self.action_mask.sum())
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each row, padding left out."""
+        return [int(n) for n in self.attention_mask.sum(-1)]
+
+    def select(self, rows: list[int]) -> "Batch":
+        """The given rows, in that order, cut to the longest. Copies: a pickled view ships its whole storage."""
+        index = torch.tensor(rows, dtype=torch.long)
+        width = int(self.attention_mask[index].sum(-1).max()) if rows else 0
+
+        def cut(value: torch.Tensor | None) -> torch.Tensor | None:
+            if value is None:
+                return None
+            rows_of = value[index]
+            return (rows_of[:, :width] if rows_of.dim() == 2 else rows_of).clone()
+
+        picked: dict[str, Any] = {name: cut(getattr(self, name)) for name in self.__dataclass_fields__}
+        return Batch(**picked)
+
+
+@dataclass(kw_only=True)
+class RunState:
+    """What a run must remember. `step` == finished steps == weight version."""
+
+    step: int = 0
+    optimizer_step: int = 0
+    prompts_consumed: int = 0
+    tokens_sampled: int = 0
+    tokens_trained: int = 0
+    trajectories_failed: int = 0
+    wall_s: float = 0.0
+    tracking_ids: dict[str, str] = field(default_factory=dict)
+
+    def advance(self, groups: list[Group], optimizer_steps: int) -> None:
+        """Counts one finished step over `groups`, trained with `optimizer_steps` optimizer steps."""
+        trajectories = [t for g in groups for t in g.trajectories]
+        self.step += 1
+        self.optimizer_step += optimizer_steps
+        self.prompts_consumed += len(groups)
+        self.tokens_sampled += sum(t.num_action_tokens for t in trajectories)
+        self.tokens_trained += sum(len(t.token_ids) for t in trajectories if t.valid)
+        self.trajectories_failed += sum(not t.valid for t in trajectories)
