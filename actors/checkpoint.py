@@ -1,0 +1,254 @@
+"""Topology-free checkpoints: written aside, synced, verified, published by rename.
+
+    step_000020/
+      manifest.json          format, step, tensors (name, shape, file), files (bytes, crc32), run state, configuration
+      shard-00000.safetensors ...    fp32 master, exp_avg, exp_avg_sq of whole parameters, under "<name>|<kind>"
+      model/                 config.json and tokenizer, so that the checkpoint can be evaluated and exported by itself
+
+No file knows the ZeRO stage or the number of ranks that wrote it. A folder without a manifest is not a checkpoint.
+"""
+
+import json
+import os
+import shutil
+import uuid
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from actors.engine import MOMENTS, Engine
+from rl.faults import CheckpointError
+from rl.run_folder import write_json
+
+FORMAT = 1
+# Bytes after which a rank begins a new shard file: bounds the memory that a save needs.
+SHARD_BYTES = 1 << 30
+SEPARATOR = "|"
+MODEL_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "added_tokens.json",
+)
+
+
+def write_shards(folder: Path, engine: Engine, rank: int, world: int) -> list[dict[str, Any]]:
+    """Writes the parameters that fall to this rank, whole; returns [{file, nbytes, crc, tensors}]. Collective."""
+    pending: dict[str, torch.Tensor] = {}
+    entries: list[dict[str, Any]] = []
+
+    def flush() -> None:
+        if pending:
+            path = folder / f"shard-{rank:05d}-{len(entries):05d}.safetensors"
+            save_file(pending, path)
+            sync_file(path)
+            shapes = {name: list(tensor.shape) for name, tensor in pending.items()}
+            entries.append({"file": path.name, "nbytes": path.stat().st_size, "crc": file_crc(path), "tensors": shapes})
+            pending.clear()
+
+    for index, (name, state) in enumerate(engine.full_state()):
+        if index % world == rank:
+            for kind, tensor in state.items():
+                pending[f"{name}{SEPARATOR}{kind}"] = tensor.detach().float().cpu().clone().contiguous()
+            if sum(t.nbytes for t in pending.values()) >= SHARD_BYTES:
+                flush()
+    flush()
+    return entries
+
+
+def read_shards(folder: Path, engine: Engine) -> None:
+    """Loads every parameter's master weights and moments, and the optimizer's step. Collective.
+
+    Raises CheckpointError when a tensor is missing, or shapes or optimizer are not this engine's.
+    """
+    manifest = read_manifest(folder)
+    place = {name: entry["file"] for entry in manifest["files"] for name in entry["tensors"]}
+    kinds = ("master", *MOMENTS[engine.spec.kind])
+    saved = {name.split(SEPARATOR)[0]: None for name in place}
+    shapes = engine.shapes()
+    unknown, missing = [n for n in saved if n not in shapes], [n for n in shapes if n not in saved]
+    if unknown or missing:
+        raise CheckpointError(
+            f"{folder} is of another architecture: it lacks {missing[:3] or 'nothing'}, "
+            f"this model lacks {unknown[:3] or 'nothing'}"
+        )
+    for name, shape in shapes.items():
+        state = {}
+        for kind in kinds:
+            key = f"{name}{SEPARATOR}{kind}"
+            if key not in place:
+                raise CheckpointError(
+                    f"{folder} holds no {kind} of {name}: it was saved with another trainer.optimizer"
+                )
+            with safe_open(folder / place[key], framework="pt") as tensors:
+                state[kind] = tensors.get_tensor(key)
+            if tuple(state[kind].shape) != shape:
+                raise CheckpointError(
+                    f"{folder}: {name} has shape {tuple(state[kind].shape)}, this model's has {shape}"
+                )
+        engine.set_full_state(name, state)
+    engine.set_optimizer_step(manifest["moments_step"])
+
+
+def publish(
+    root: Path,
+    step: int,
+    write: Any,
+    run_state: Mapping[str, Any],
+    config: Mapping[str, Any],
+    model_path: Path,
+    keep: int,
+) -> Path:
+    """Makes checkpoint `root/step_<step>`: `write(folder) -> (entries, extra)` has the ranks write their shards aside.
+
+    Everything is synced to disk and verified before the rename; older checkpoints beyond `keep` go only afterwards.
+    A failure (a full disk) removes the half-written folder and leaves the older ones as they are.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    final = root / f"step_{step:06d}"
+    aside = root / f".writing-{final.name}-{uuid.uuid4().hex[:8]}"
+    aside.mkdir()
+    try:
+        entries, extra = write(aside)
+        copy_model_files(model_path, aside / "model")
+        for entry in entries:
+            verify_file(aside, entry)
+        write_json(
+            aside / "manifest.json",
+            {
+                "format": FORMAT,
+                "step": step,
+                "files": entries,
+                "run_state": dict(run_state),
+                "config": dict(config),
+                **extra,
+            },
+        )
+        if final.exists():
+            shutil.rmtree(final)
+        aside.rename(final)
+        sync_file(root)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    if keep > 0:
+        for old in list_checkpoints(root)[:-keep]:
+            shutil.rmtree(old)
+    return final
+
+
+def list_checkpoints(root: Path) -> list[Path]:
+    """Published checkpoints, oldest first."""
+    return sorted(p for p in root.glob("step_*") if p.is_dir()) if root.is_dir() else []
+
+
+def find_whole(root: Path) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint that verifies, and a warning for each newer one that does not."""
+    warnings = []
+    for folder in reversed(list_checkpoints(root)):
+        try:
+            verify(folder)
+        except CheckpointError as error:
+            warnings.append(f"{error}; looking for an older one")
+        else:
+            return folder, warnings
+    return None, warnings
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint. Raises CheckpointError when there is none or it cannot be read."""
+    path = folder / "manifest.json"
+    try:
+        manifest: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder} is no checkpoint: {path.name} cannot be read ({error})") from error
+    if manifest.get("format") != FORMAT:
+        raise CheckpointError(f"{folder} has format {manifest.get('format')}, this version reads {FORMAT}")
+    return manifest
+
+
+def verify(folder: Path) -> None:
+    """Raises CheckpointError unless every file is there, of the right size and checksum."""
+    for entry in read_manifest(folder)["files"]:
+        verify_file(folder, entry)
+
+
+def verify_file(folder: Path, entry: Mapping[str, Any]) -> None:
+    path = folder / entry["file"]
+    size = path.stat().st_size if path.exists() else -1
+    if size != entry["nbytes"]:
+        raise CheckpointError(
+            f"checkpoint {folder} is broken: {path.name} has {size} bytes, {entry['nbytes']} were written"
+        )
+    crc = file_crc(path)
+    if crc != entry["crc"]:
+        raise CheckpointError(
+            f"checkpoint {folder} is broken: {path.name} has crc {crc:08x}, {entry['crc']:08x} was written"
+        )
+
+
+def copy_model_files(source: Path, target: Path) -> None:
+    """Copies configuration and tokenizer of a Hugging Face folder, without its weights."""
+    target.mkdir(parents=True)
+    for name in MODEL_FILES:
+        if (source / name).exists():
+            shutil.copyfile(source / name, target / name)
+
+
+def export_hf(folder: Path, out: Path) -> Path:
+    """Writes a checkpoint's policy as a Hugging Face folder, in the dtype of its config; needs no DeepSpeed."""
+    manifest = read_manifest(folder)
+    dtype = getattr(torch, manifest["config"]["trainer"]["dtype"])
+    weights: dict[str, torch.Tensor] = {}
+    for entry in manifest["files"]:
+        with safe_open(folder / entry["file"], framework="pt") as tensors:
+            for key in entry["tensors"]:
+                name, kind = key.split(SEPARATOR)
+                if kind == "master":
+                    weights[name] = tensors.get_tensor(key).to(dtype).contiguous()
+    return write_hf(weights, folder / "model", out)
+
+
+def write_hf(weights: dict[str, torch.Tensor], model_files: Path, out: Path) -> Path:
+    """Writes weights, and the configuration and tokenizer of `model_files`, as the Hugging Face folder `out`."""
+    aside = out.with_name(f".writing-{out.name}-{uuid.uuid4().hex[:8]}")
+    try:
+        copy_model_files(model_files, aside)
+        save_file(weights, aside / "model.safetensors", metadata={"format": "pt"})
+        sync_file(aside / "model.safetensors")
+        if out.exists():
+            shutil.rmtree(out)
+        aside.rename(out)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    return out
+
+
+def file_crc(path: Path) -> int:
+    """crc32 of a file's bytes."""
+    crc = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 24):
+            crc = zlib.crc32(block, crc)
+    return crc
+
+
+def sync_file(path: Path) -> None:
+    """Has the file (or folder entry) reach the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

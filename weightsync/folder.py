@@ -1,0 +1,19 @@
+"""Reading the headers of a Hugging Face folder: names and shapes, without the weights."""
+
+import json
+from pathlib import Path
+
+from safetensors import safe_open
+
+
+def folder_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every tensor in a Hugging Face folder, from the safetensors headers alone."""
+    index = folder / "model.safetensors.index.json"
+    files = (
+        sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else ["model.safetensors"]
+    )
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name in files:
+        with safe_open(folder / name, framework="pt") as tensors:
+            shapes |= {key: tuple(tensors.get_slice(key).get_shape()) for key in tensors.keys()}  # noqa: SIM118 (no iterator)
+    return shapes
