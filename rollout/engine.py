@@ -1,0 +1,349 @@
+"""A rollout engine: vLLM inside a Ray actor. Token ids in, token ids and log-probabilities out.
+
+One thread owns the engine: it alone steps it, adds and aborts requests, and loads weights, in the order in which the
+calls arrive. So a push never meets a running forward, and requests that come in one call enter one batch.
+"""
+
+import asyncio
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from conf.schema import Config
+from rl.types import Completion, Sampling
+
+IDLE_WAIT_S = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One completion to sample. `deadline_s` counts from its arrival at the engine."""
+
+    request_id: str
+    prompt_ids: list[int]
+    sampling: Sampling
+    deadline_s: float
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """A finished request: its completion, or why there is none."""
+
+    request_id: str
+    completion: Completion | None = None
+    timed_out: bool = False
+    error: str = ""
+
+
+@dataclass(kw_only=True)
+class _Running:
+    request: Request
+    arrived: float
+    first_token: float = 0.0
+    logprobs: list[float] = field(default_factory=list)
+
+
+class RolloutEngine:
+    """One vLLM engine. Paused until the first weight push has been verified."""
+
+    def __init__(self, cfg: Config, index: int, device: str):
+        self.cfg, self.index, self.device = cfg, index, device
+        self._commands: queue.Queue[tuple[Callable[[], Any], asyncio.Future[Any], asyncio.AbstractEventLoop]] = (
+            queue.Queue()
+        )
+        self._running: dict[str, _Running] = {}
+        self._done: asyncio.Queue[Outcome] = asyncio.Queue()
+        self._paused = True
+        self._dead = ""
+        self.version = -1
+
+    async def start(self, model_path: str, num_threads: int) -> int:
+        """Loads the model; returns the actor's process id."""
+        self._loop = asyncio.get_running_loop()
+        ready: asyncio.Future[None] = self._loop.create_future()
+        self._thread = threading.Thread(target=self._own_engine, args=(model_path, num_threads, ready), daemon=True)
+        self._thread.start()
+        await ready
+        return os.getpid()
+
+    # -- sampling --
+
+    async def submit(self, requests: list[Request]) -> None:
+        """Queues requests; they enter the engine together, once it is not paused."""
+        await self._run(lambda: [self._add(request) for request in requests])
+
+    async def collect(self, timeout_s: float) -> list[Outcome]:
+        """Everything finished since the last call; waits up to `timeout_s` for the first. Raises in a dead engine."""
+        if self._dead:
+            raise RuntimeError(self._dead)
+        outcomes = []
+        try:
+            outcomes.append(await asyncio.wait_for(self._done.get(), timeout_s))
+        except TimeoutError:
+            return []
+        while not self._done.empty():
+            outcomes.append(self._done.get_nowait())
+        return outcomes
+
+    # -- weight updates: vLLM's four phases, around them pause and resume --
+
+    async def init_sync(self, info: dict[str, Any]) -> None:
+        """Connects to the trainer's ring; checks what will be pushed against the model."""
+        await self._rpc("init_weight_transfer_engine", init_info=info)
+
+    async def pause(self) -> None:
+        """Stops stepping; running requests stay and recompute their cache, which was made with the old weights."""
+
+        def work() -> None:
+            self._paused = True
+            if not self._llm.reset_prefix_cache(reset_running_requests=True):
+                raise RuntimeError("vLLM kept blocks of its prefix cache; stale keys and values would outlive the push")
+
+        await self._run(work)
+
+    async def begin_update(self) -> None:
+        await self._rpc("start_weight_update")
+
+    async def load(self, bucket: int, crc: int) -> None:
+        await self._rpc("update_weights", update_info={"bucket": bucket, "crc": crc})
+
+    async def finish_update(self, version: int) -> None:
+        """Finishes the update; tokens sampled from now on carry `version`."""
+
+        def work() -> None:
+            self._llm.collective_rpc("finish_weight_update")
+            self._llm.set_weight_version(str(version))
+            self.version = version
+
+        await self._run(work)
+
+    async def resume(self) -> None:
+        """Lets the engine step again: its weights have been verified."""
+
+        def work() -> None:
+            self._paused = False
+
+        await self._run(work)
+
+    async def probe(self, row: list[int]) -> list[float]:
+        """Log-probabilities, at temperature 1, of each token of `row` but the first, under the loaded weights."""
+        return await self._run(lambda: self._prompt_logprobs(row))
+
+    async def stop(self) -> None:
+        """Ends the engine and its worker processes."""
+        await self._run(self._shut_down)
+
+    # -- the thread that owns the engine --
+
+    def _own_engine(self, model_path: str, num_threads: int, ready: "asyncio.Future[None]") -> None:
+        try:
+            self._llm = build_engine(self.cfg, self.index, self.device, model_path, num_threads)
+        except BaseException as error:
+            self._loop.call_soon_threadsafe(
+                ready.set_exception, RuntimeError(f"rollout engine {self.index}: {error!r}")
+            )
+            return
+        self._loop.call_soon_threadsafe(ready.set_result, None)
+        while True:
+            busy = bool(self._running) and not self._paused
+            self._take_commands(block=not busy)
+            if self._running and not self._paused:
+                try:
+                    self._step()
+                except Exception as error:  # vLLM cannot be used after a failed step: everything in flight is lost
+                    self._fail_all(f"rollout engine {self.index} died while sampling: {error!r}")
+                    return
+
+    def _take_commands(self, block: bool) -> None:
+        try:
+            command, future, loop = (
+                self._commands.get(timeout=IDLE_WAIT_S if block else 0) if block else self._commands.get_nowait()
+            )
+        except queue.Empty:
+            self._abort_overdue()
+            return
+        while True:
+            try:
+                result = command()
+            except Exception as error:
+                loop.call_soon_threadsafe(set_unless_done, future, None, error)
+            else:
+                loop.call_soon_threadsafe(set_unless_done, future, result, None)
+            try:
+                command, future, loop = self._commands.get_nowait()
+            except queue.Empty:
+                return
+
+    async def _run(self, command: Callable[[], Any]) -> Any:
+        if self._dead:
+            raise RuntimeError(self._dead)
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Any] = loop.create_future()
+        self._commands.put((command, future, loop))
+        return await future
+
+    async def _rpc(self, method: str, **kwargs: Any) -> Any:
+        return await self._run(lambda: self._llm.collective_rpc(method, kwargs=kwargs))
+
+    def _add(self, request: Request) -> None:
+        now = time.monotonic()
+        try:
+            self._llm.add_request(
+                request.request_id, {"prompt_token_ids": request.prompt_ids}, sampling_params(request.sampling)
+            )
+        except Exception as error:
+            self._finish(Outcome(request_id=request.request_id, error=f"vLLM refused the request: {error}"))
+            return
+        self._running[request.request_id] = _Running(request=request, arrived=now)
+
+    def _step(self) -> None:
+        for output in self._llm.step():
+            running = self._running.get(output.request_id)
+            if running is None:
+                continue
+            if not running.first_token:
+                running.first_token = time.monotonic()
+            if output.finished:
+                del self._running[output.request_id]
+                self._finish(Outcome(request_id=output.request_id, completion=as_completion(running, output)))
+        self._abort_overdue()
+
+    def _abort_overdue(self) -> None:
+        now = time.monotonic()
+        overdue = [r.request for r in self._running.values() if now - r.arrived > r.request.deadline_s]
+        if overdue:
+            self._llm.abort_request([request.request_id for request in overdue])
+        for request in overdue:
+            del self._running[request.request_id]
+            self._finish(
+                Outcome(
+                    request_id=request.request_id,
+                    timed_out=True,
+                    error=f"rollout engine {self.index}: nothing in {request.deadline_s:g} s (rollout.deadline_s)",
+                )
+            )
+
+    def _prompt_logprobs(self, row: list[int]) -> list[float]:
+        """Runs one request by itself: the pause put all others back into the waiting queue; they stay out meanwhile."""
+        from vllm import SamplingParams
+
+        waiting = self._llm.engine_core.engine_core.scheduler.waiting
+        held = list(waiting)
+        waiting.remove_requests(held)
+        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, ignore_eos=True)
+        self._llm.add_request(f"probe-{time.monotonic_ns()}", {"prompt_token_ids": row}, params)
+        try:
+            while True:
+                for output in self._llm.step():
+                    if output.finished:
+                        pairs = zip(output.prompt_logprobs[1:], row[1:], strict=True)
+                        return [entry[token].logprob for entry, token in pairs]
+        finally:
+            for request in held:
+                waiting.add_request(request)
+
+    def _finish(self, outcome: Outcome) -> None:
+        self._loop.call_soon_threadsafe(self._done.put_nowait, outcome)
+
+    def _fail_all(self, message: str) -> None:
+        self._dead = message
+        for request_id in self._running:
+            self._finish(Outcome(request_id=request_id, error=message))
+
+    def _shut_down(self) -> None:
+        self._llm.engine_core.shutdown()
+
+
+def set_unless_done(future: "asyncio.Future[Any]", result: Any, error: Exception | None) -> None:
+    """Settles a future whose waiter may have been cancelled."""
+    if future.done():
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(result)
+
+
+def build_engine(cfg: Config, index: int, device: str, model_path: str, num_threads: int) -> Any:
+    """A vLLM engine with every setting that could change what is sampled given explicitly."""
+    import torch
+    from vllm import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    from weightsync.receiver import BACKEND
+
+    torch.set_num_threads(num_threads)
+    rollout = cfg.rollout
+    memory = {"kv_cache_memory_bytes": rollout.kv_cache_bytes} if device == "cpu" else {}
+    if device != "cpu":
+        memory = {"gpu_memory_utilization": rollout.gpu_memory_utilization}
+    args = EngineArgs(
+        model=model_path,
+        skip_tokenizer_init=True,
+        dtype=rollout.dtype.value,
+        seed=cfg.seed * 1000 + index,
+        max_model_len=rollout.max_model_len,
+        max_num_seqs=rollout.max_num_seqs,
+        max_num_batched_tokens=max(8192, rollout.max_model_len),
+        enable_chunked_prefill=False,  # a chunked prefill with a seeded request kills the CPU engine
+        enable_prefix_caching=rollout.prefix_caching,
+        tensor_parallel_size=cfg.engine_tp(index),
+        enforce_eager=device == "cpu",
+        generation_config="vllm",  # the model folder's generation_config.json must not fill in sampling options
+        logprobs_mode="processed_logprobs",  # of the distribution that is sampled from: after the temperature
+        worker_extension_cls="weightsync.receiver.WorkerExtension",
+        weight_transfer_config={"backend": BACKEND},
+        disable_log_stats=True,
+        **memory,
+    )
+    return LLMEngine.from_engine_args(args)
+
+
+def sampling_params(sampling: Sampling) -> Any:
+    """vLLM's parameters, with every knob that has an effect sent explicitly."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        n=1,
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=0.0,
+        presence_penalty=0.0,
+        frequency_penalty=0.0,
+        repetition_penalty=1.0,
+        seed=sampling.seed if sampling.temperature > 0 else None,
+        stop_token_ids=list(sampling.stop_token_ids),
+        ignore_eos=True,  # the ids that end a completion are those above, whatever the model's configuration says
+        logprobs=0,
+        detokenize=False,
+        output_kind=RequestOutputKind.CUMULATIVE,
+    )
+
+
+def as_completion(running: _Running, output: Any) -> Completion:
+    """vLLM's finished output as a Completion. Raises RuntimeError unless ids, logprobs and versions line up."""
+    sample = output.outputs[0]
+    ids = list(sample.token_ids)
+    logprobs = [entry[token].logprob for entry, token in zip(sample.logprobs, ids, strict=True)]
+    versions = [int(span.version) for span in sample.weight_versions or [] for _ in range(span.start, span.end)]
+    if len(versions) != len(ids):
+        raise RuntimeError(
+            f"{len(ids)} tokens but {len(versions)} weight versions: the engine sampled with unlabelled weights"
+        )
+    now = time.monotonic()
+    return Completion(
+        prompt_ids=running.request.prompt_ids,
+        token_ids=ids,
+        logprobs=logprobs,
+        finish_reason=sample.finish_reason,
+        versions=versions,
+        ttft_s=running.first_token - running.arrived,
+        decode_s=now - running.first_token,
+    )

@@ -1,0 +1,292 @@
+"""The pool of rollout engines: asynchronous inside, in prompt order outside.
+
+A loop in a thread of its own sends prompts as far ahead as `max_lag` allows, routes requests to engines, awaits
+completions and rewards. Lag is a number here, not a second trainer.
+"""
+
+import asyncio
+import hashlib
+import random
+import threading
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from conf.schema import Config
+from rl.faults import RoleDied, RoleTimeout
+from rl.prompts import PromptStream
+from rl.types import Completion, Group, Prompt, Sampling, Status, Trajectory
+from rollout.engine import Outcome, Request
+from rollout.rewards import Scored
+
+# How long the pool lets an engine overrun a request's own deadline before it is given up.
+GRACE_S = 30.0
+COLLECT_S = 5.0
+
+
+class EngineClient(Protocol):
+    """What the pool needs of an engine."""
+
+    name: str
+
+    async def submit(self, requests: list[Request]) -> None: ...
+
+    async def collect(self, timeout_s: float) -> list[Outcome]: ...
+
+
+class Scorer(Protocol):
+    """Scores one completion; see rollout.rewards.RewardPool."""
+
+    async def score(self, completion: str, record: dict[str, Any]) -> Scored: ...
+
+
+class RolloutPool:
+    """Implements rl.roles.Rollouts over engines and a reward function."""
+
+    def __init__(
+        self,
+        cfg: Config,
+        engines: Sequence[EngineClient],
+        stream: PromptStream,
+        scorer: Scorer,
+        decode: Callable[[list[int]], str],
+        stop_token_ids: tuple[int, ...],
+    ):
+        self.cfg, self.engines, self.stream, self.scorer, self.decode = cfg, list(engines), stream, scorer, decode
+        self.stop_token_ids = stop_token_ids
+        self.sampling = Sampling(
+            max_tokens=cfg.rollout.max_tokens, temperature=cfg.rollout.temperature, stop_token_ids=stop_token_ids
+        )
+        self._groups: deque[asyncio.Task[Group]] = deque()
+        self._waiting: dict[str, asyncio.Future[Outcome]] = {}
+        self._load = [0] * len(self.engines)
+        self._dead: dict[int, str] = {}
+        self._version = self._position = self._end = self._start_position = self._start_version = 0
+        self._serial = 0
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rollout-pool", daemon=True)
+        self._thread.start()
+        self._collectors = [self._spawn(self._collect(i)) for i in range(len(self.engines))]
+
+    # -- rl.roles.Rollouts --
+
+    def start(self, first_position: int, version: int) -> None:
+        """As rl.roles.Rollouts."""
+        self._position = self._start_position = first_position
+        self._start_version = version
+        self._end = first_position + (self.cfg.num_steps - version) * self.cfg.prompts_per_step
+        self.set_version(version)
+
+    def set_version(self, version: int) -> None:
+        """As rl.roles.Rollouts."""
+        self._wait(self._advance(version), 60.0)
+
+    def next_groups(self, count: int) -> list[Group]:
+        """As rl.roles.Rollouts. Raises RoleTimeout when they do not come, RoleDied when every engine is gone."""
+        groups = self._wait(self._take(count), self._limit_s())
+        if self.cfg.reward.shuffle:
+            shuffle_rewards(groups, seed=self.cfg.seed * 1_000_003 + groups[0].position)
+        return groups
+
+    def sample(self, prompts: Sequence[Prompt], sampling: Sampling, samples: int) -> list[list[Trajectory]]:
+        """As rl.roles.Rollouts; request seeds derive from `sampling.seed`, the prompt and the sample."""
+        return self._wait(self._sample(prompts, sampling, samples), self._limit_s())
+
+    def close(self) -> None:
+        """Ends the loop's thread; idempotent."""
+        if not self._loop.is_closed():
+            for collector in self._collectors:
+                collector.cancel()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(timeout=10)
+            if not self._thread.is_alive():
+                self._loop.close()
+
+    # -- inside the loop --
+
+    async def _advance(self, version: int) -> None:
+        """Starts every group that `version` allows, all requests of an engine in one call."""
+        self._version = version
+        steps = version - self._start_version + 1 + self.cfg.max_lag
+        allowed = min(self._end, self._start_position + steps * self.cfg.prompts_per_step)
+        batches: list[list[Request]] = [[] for _ in self.engines]
+        for position in range(self._position, allowed):
+            prompt = self.stream.at(position)
+            pending = []
+            for sample in range(self.cfg.samples_per_prompt):
+                seed = derive_seed("train", self.cfg.seed, position, sample)
+                pending.append(self._prepare(prompt, self.sampling, seed, batches))
+            self._groups.append(asyncio.create_task(self._gather(position, prompt, pending, version)))
+        self._position = max(self._position, allowed)
+        await self._send(batches)
+
+    async def _take(self, count: int) -> list[Group]:
+        if len(self._groups) < count:
+            raise RuntimeError(f"{count} groups wanted, {len(self._groups)} started: the version was not advanced")
+        taken = [self._groups.popleft() for _ in range(count)]
+        groups = list(await asyncio.gather(*taken))
+        if len(self._dead) == len(self.engines):
+            raise RoleDied("every rollout engine is gone:\n  " + "\n  ".join(self._dead.values()))
+        return groups
+
+    async def _sample(self, prompts: Sequence[Prompt], sampling: Sampling, samples: int) -> list[list[Trajectory]]:
+        batches: list[list[Request]] = [[] for _ in self.engines]
+        pending = [
+            [
+                self._prepare(prompt, sampling, derive_seed("evaluate", sampling.seed or 0, prompt.index, k), batches)
+                for k in range(samples)
+            ]
+            for prompt in prompts
+        ]
+        await self._send(batches)
+        return [
+            list(await asyncio.gather(*(self._finish(prompt, *item) for item in row)))
+            for prompt, row in zip(prompts, pending, strict=True)
+        ]
+
+    async def _gather(self, position: int, prompt: Prompt, pending: list[tuple[str, int]], version: int) -> Group:
+        trajectories = await asyncio.gather(*(self._finish(prompt, *item) for item in pending))
+        return Group(position=position, prompt=prompt, trajectories=list(trajectories), version=version)
+
+    def _prepare(self, prompt: Prompt, sampling: Sampling, seed: int, batches: list[list[Request]]) -> tuple[str, int]:
+        """Adds one request to the batch of the least loaded living engine; gives its id and engine."""
+        alive = [i for i in range(len(self.engines)) if i not in self._dead]
+        engine = min(alive, key=lambda i: (self._load[i], i), default=0)
+        self._load[engine] += 1
+        self._serial += 1
+        room = self.cfg.rollout.max_model_len - len(prompt.token_ids)
+        request = Request(
+            request_id=f"r{self._serial}",
+            prompt_ids=prompt.token_ids,
+            sampling=Sampling(
+                max_tokens=min(sampling.max_tokens, room),
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                seed=seed,
+                stop_token_ids=sampling.stop_token_ids,
+            ),
+            deadline_s=self.cfg.rollout.deadline_s,
+        )
+        batches[engine].append(request)
+        self._waiting[request.request_id] = self._loop.create_future()
+        return request.request_id, engine
+
+    async def _send(self, batches: list[list[Request]]) -> None:
+        for index, requests in enumerate(batches):
+            if requests:
+                try:
+                    await self.engines[index].submit(requests)
+                except Exception as error:
+                    self._bury(index, error)
+
+    async def _collect(self, index: int) -> None:
+        """Brings finished requests of one engine in, until the engine fails."""
+        while True:
+            try:
+                outcomes = await self.engines[index].collect(COLLECT_S)
+            except Exception as error:
+                self._bury(index, error)
+                return
+            for outcome in outcomes:
+                self._resolve(outcome)
+
+    def _resolve(self, outcome: Outcome) -> None:
+        future = self._waiting.get(outcome.request_id)
+        if future is not None and not future.done():
+            future.set_result(outcome)
+
+    def _bury(self, index: int, error: Exception) -> None:
+        """Marks an engine dead; requests that wait for it end with its error (see `_finish`)."""
+        self._dead[index] = f"{self.engines[index].name}: {error}"
+
+    async def _finish(self, prompt: Prompt, request_id: str, engine: int) -> Trajectory:
+        """The trajectory of one request: completion, then reward. Never raises: failure is a status."""
+        outcome = await self._outcome(request_id, engine)
+        self._load[engine] -= 1
+        if outcome.completion is None:
+            status = Status.engine_timeout if outcome.timed_out else Status.engine_failed
+            return failed(prompt, status, outcome.error)
+        trajectory = as_trajectory(outcome.completion)
+        trajectory.text = self.decode(outcome.completion.token_ids)
+        scored = await self.scorer.score(trajectory.text, prompt.record)
+        trajectory.status, trajectory.error = scored.status, scored.error
+        trajectory.reward = scored.reward if scored.reward is not None else 0.0
+        return trajectory
+
+    async def _outcome(self, request_id: str, engine: int) -> Outcome:
+        future = self._waiting[request_id]
+        deadline = self._loop.time() + self.cfg.rollout.deadline_s + GRACE_S
+        try:
+            while True:
+                done, _ = await asyncio.wait([future], timeout=1.0)
+                if done:
+                    return future.result()
+                if engine in self._dead:
+                    return Outcome(request_id=request_id, error=self._dead[engine])
+                if self._loop.time() > deadline:
+                    error = f"{self.engines[engine].name} does not answer ({GRACE_S:g} s beyond rollout.deadline_s)"
+                    return Outcome(request_id=request_id, error=error, timed_out=True)
+        finally:
+            del self._waiting[request_id]
+
+    # -- from outside the loop --
+
+    def _spawn(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def _limit_s(self) -> float:
+        return self.cfg.rollout.deadline_s + self.cfg.reward.deadline_s * self.cfg.samples_per_prompt + 2 * GRACE_S
+
+    def _wait(self, work: Coroutine[Any, Any, Any], timeout_s: float) -> Any:
+        future = self._spawn(work)
+        try:
+            return future.result(timeout=timeout_s)
+        except TimeoutError:
+            future.cancel()
+            raise RoleTimeout(
+                f"phase rollout: no answer from the engines in {timeout_s:g} s; {len(self._waiting)} requests are open"
+            ) from None
+
+
+def derive_seed(*parts: object) -> int:
+    """A 31-bit seed from what names a sample uniquely, such as (purpose, run seed, position, sample)."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def as_trajectory(completion: Completion) -> Trajectory:
+    """One engine call as a trajectory: the prompt, then what was sampled."""
+    prompt = len(completion.prompt_ids)
+    return Trajectory(
+        token_ids=completion.prompt_ids + completion.token_ids,
+        prompt_len=prompt,
+        action_mask=[False] * prompt + [True] * len(completion.token_ids),
+        logprobs=[0.0] * prompt + completion.logprobs,
+        versions=[-1] * prompt + completion.versions,
+        truncated=completion.finish_reason == "length",
+    )
+
+
+def failed(prompt: Prompt, status: Status, error: str) -> Trajectory:
+    """An episode without a completion: only its prompt, its status and its error."""
+    count = len(prompt.token_ids)
+    return Trajectory(
+        token_ids=list(prompt.token_ids),
+        prompt_len=count,
+        action_mask=[False] * count,
+        logprobs=[0.0] * count,
+        versions=[-1] * count,
+        status=status,
+        error=error,
+    )
+
+
+def shuffle_rewards(groups: Sequence[Group], seed: int) -> None:
+    """Permutes rewards over all valid trajectories, in place: the control in which nothing can be learnt."""
+    valid = [t for g in groups for t in g.valid]
+    rewards = [t.reward for t in valid]
+    random.Random(seed).shuffle(rewards)
+    for trajectory, reward in zip(valid, rewards, strict=True):
+        trajectory.reward = reward

@@ -1,0 +1,129 @@
+"""Everything that can be known to be wrong before a process starts: model, data, reward, sizes, disk."""
+
+import json
+import math
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from conf.errors import ConfigError
+from conf.schema import Config
+from rl.types import Prompt
+from rollout.data import load_records, load_tokenizer, render_prompts
+from rollout.rewards import check_reward
+from weightsync.folder import folder_shapes
+
+# Bytes of a checkpoint for each parameter: fp32 master and two fp32 moments.
+CHECKPOINT_BYTES = 12
+
+
+@dataclass(kw_only=True)
+class Prepared:
+    """What a run needs of the outside world, checked."""
+
+    tokenizer: Any
+    stop_token_ids: tuple[int, ...]
+    shapes: dict[str, tuple[int, ...]]
+    train: list[Prompt]
+    held_out: list[Prompt]
+    warnings: list[str] = field(default_factory=list)
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Text of a completion, special tokens left out: what a reward function sees."""
+        text: str = self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        return text
+
+
+def prepare(cfg: Config) -> Prepared:
+    """Loads tokenizer and prompts and checks them against the configuration. Raises ConfigError; starts nothing."""
+    tokenizer = load_tokenizer(cfg.model.path)
+    model = read_model_config(cfg)
+    shapes = model_shapes(Path(cfg.model.path))
+    train_rows, eval_rows = load_records(cfg.data, cfg.seed)
+    room = cfg.rollout.max_model_len - 1
+    train, dropped = render_prompts(train_rows, cfg.data, tokenizer, room)
+    held_out, eval_dropped = render_prompts(eval_rows, cfg.data, tokenizer, room) if eval_rows else ([], 0)
+    if len(train) < cfg.prompts_per_step:
+        raise ConfigError(
+            f"prompts_per_step={cfg.prompts_per_step}, but the data holds {len(train)} prompts: "
+            "lower prompts_per_step or give more data"
+        )
+    if cfg.evaluation.every and not held_out:
+        raise ConfigError(
+            f"evaluation.every={cfg.evaluation.every}, but there are no held-out prompts: "
+            "set data.eval_size or data.eval_path, or evaluation.every=0"
+        )
+    warnings = [w for w in (check_reward(cfg.reward, train[0].record),) if w]
+    if dropped + eval_dropped:
+        warnings.append(f"data.drop_overlong: left out {dropped} training and {eval_dropped} held-out prompts")
+    longest = max(len(p.token_ids) for p in train + held_out)
+    if longest + cfg.rollout.max_tokens > cfg.rollout.max_model_len:
+        warnings.append(
+            f"rollout.max_model_len={cfg.rollout.max_model_len}: the longest prompt ({longest} tokens) leaves fewer "
+            f"than "
+            f"rollout.max_tokens={cfg.rollout.max_tokens} for its completions; they end truncated"
+        )
+    return Prepared(
+        tokenizer=tokenizer,
+        stop_token_ids=stop_tokens(Path(cfg.model.path), tokenizer, model),
+        shapes=shapes,
+        train=train,
+        held_out=held_out,
+        warnings=warnings,
+    )
+
+
+def read_model_config(cfg: Config) -> dict[str, Any]:
+    """config.json of the model, checked against context length and tensor-parallel sizes."""
+    path = Path(cfg.model.path) / "config.json"
+    try:
+        model: dict[str, Any] = json.loads(path.read_text())
+    except ValueError as error:
+        raise ConfigError(f"model.path={cfg.model.path}: config.json is not JSON ({error})") from error
+    context = model.get("max_position_embeddings")
+    if context is not None and cfg.rollout.max_model_len > context:
+        raise ConfigError(
+            f"rollout.max_model_len={cfg.rollout.max_model_len}, but the model's context is {context} tokens "
+            f"(max_position_embeddings in {path})"
+        )
+    heads = model.get("num_attention_heads")
+    for size in cfg.rollout.tp:
+        if heads is not None and heads % size:
+            raise ConfigError(
+                f"rollout.tp={list(cfg.rollout.tp)}: {size} does not divide the model's {heads} attention heads"
+            )
+    return model
+
+
+def model_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every tensor of a Hugging Face folder. Raises ConfigError when there are no weights."""
+    try:
+        return folder_shapes(folder)
+    except Exception as error:
+        raise ConfigError(f"model.path={folder}: its weights (safetensors) cannot be read: {error}") from error
+
+
+def stop_tokens(folder: Path, tokenizer: Any, model: dict[str, Any]) -> tuple[int, ...]:
+    """The ids that end a completion: the tokenizer's eos, and those of config.json and generation_config.json."""
+    found: list[Any] = [tokenizer.eos_token_id, model.get("eos_token_id")]
+    path = folder / "generation_config.json"
+    if path.exists():
+        found.append(json.loads(path.read_text()).get("eos_token_id"))
+    flat = [i for item in found for i in (item if isinstance(item, list) else [item])]
+    return tuple(sorted({int(i) for i in flat if i is not None}))
+
+
+def require_disk(cfg: Config, shapes: dict[str, tuple[int, ...]], run_dir: Path) -> None:
+    """Raises ConfigError when the disk cannot hold one more checkpoint (and the export) of this model."""
+    parameters = sum(math.prod(shape) for shape in shapes.values())
+    wanted = parameters * (
+        (CHECKPOINT_BYTES if cfg.checkpoint.every or cfg.checkpoint.at_end else 0) + (4 if cfg.checkpoint.export else 0)
+    )
+    free = shutil.disk_usage(run_dir).free
+    if free < wanted:
+        raise ConfigError(
+            f"{run_dir}: {free / 1e9:.1f} GB free, but one checkpoint and the export of this model "
+            f"need {wanted / 1e9:.1f} GB; "
+            "set run_dir to a larger disk, or checkpoint.at_end=false, checkpoint.every=0 and checkpoint.export=false"
+        )

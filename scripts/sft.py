@@ -1,0 +1,107 @@
+"""Supervised warm start: teaches a model demonstrations, through the same training ranks as the policy's.
+
+    python scripts/sft.py experiment=tiny_sort sft.num_steps=500 run_dir=runs/warm
+
+writes a Hugging Face folder `<run folder>/sft`. `scripts/train.py` does the same first when sft.num_steps > 0.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from actors.cluster import Cluster
+from actors.engine import OptimizerSpec
+from actors.group import RankGroup, as_micro
+from actors.policy import Update
+from conf.launch import launch
+from conf.schema import Config, Layout, Optimizer, Schedule
+from rl.batching import collate, plan_micro_batches
+from rl.schedule import learning_rate
+from rl.types import Batch, Group, Prompt, Trajectory
+from rollout.data import load_demonstrations
+from rollout.preflight import Prepared, prepare
+
+# Steps sent to the ranks in one call: enough to hide the call, few enough to show progress.
+STEPS_PER_CALL = 20
+
+
+def demonstration_batch(pairs: list[tuple[list[int], list[int]]]) -> Batch:
+    """Rows of (prompt ids, completion ids); the completion's tokens are the action tokens."""
+    groups = []
+    for index, (prompt, completion) in enumerate(pairs):
+        count = len(completion)
+        trajectory = Trajectory(
+            token_ids=prompt + completion,
+            prompt_len=len(prompt),
+            action_mask=[False] * len(prompt) + [True] * count,
+            logprobs=[0.0] * (len(prompt) + count),
+            versions=[0] * (len(prompt) + count),
+        )
+        prompt_record = Prompt(index=index, token_ids=prompt, record={})
+        groups.append(Group(position=index, prompt=prompt_record, trajectories=[trajectory], version=0))
+    return collate(groups)
+
+
+def warm_start(
+    cfg: Config, cluster: Cluster, prepared: Prepared, out: Path, say: Callable[[str], None]
+) -> dict[str, float]:
+    """Trains `cfg.sft.num_steps` steps and writes the result to `out`. Returns the last loss and the seconds taken."""
+    started = time.monotonic()
+    sft = cfg.sft
+    pairs = load_demonstrations(cfg.data, sft, prepared.tokenizer, sft.num_steps * sft.batch_size, cfg.seed)
+    spec = OptimizerSpec(
+        kind=Optimizer.adamw,
+        beta1=0.9,
+        beta2=sft.beta2,
+        eps=1e-8,
+        weight_decay=sft.weight_decay,
+        grad_clip=sft.grad_clip,
+    )
+    group = RankGroup(cfg, cluster, "sft", cfg.model.path, spec)
+    try:
+        group.start().result()
+        loss = float("nan")
+        for first in range(0, sft.num_steps, STEPS_PER_CALL):
+            per_rank: list[list[Update]] = [[] for _ in range(group.world)]
+            last = min(first + STEPS_PER_CALL, sft.num_steps)
+            for step in range(first, last):
+                batch = demonstration_batch(pairs[step * sft.batch_size : (step + 1) * sft.batch_size])
+                lr = learning_rate(step, sft.num_steps, sft.lr, Schedule.linear, sft.warmup_steps, sft.final_lr_ratio)
+                plans = plan_micro_batches(
+                    batch, Layout.padded, group.world, cfg.trainer.micro_batch_tokens, cfg.trainer.logprob_chunk_tokens
+                )
+                for rank, plan in enumerate(plans):
+                    micros = [as_micro(batch, micro) for micro in plan]
+                    per_rank[rank].append(
+                        Update(micros=micros, num_action_tokens=batch.num_action_tokens, lr=lr, version=0)
+                    )
+            results = group.call("sft", [(updates,) for updates in per_rank])
+            tokens = per_rank[0][-1].num_action_tokens
+            loss = sum(rank[-1]["loss"] for rank in results) / tokens
+            say(f"warm start {last}/{sft.num_steps}: loss {loss:.3f}, {time.monotonic() - started:.0f} s")
+        group.call("export", None, str(out), cfg.model.path)
+        return {"sft/loss": loss, "sft/seconds": time.monotonic() - started}
+    finally:
+        group.stop()
+
+
+def run(cfg: Config) -> int:
+    """The script: a warm start by itself."""
+    from rl.run_folder import resolve_run_dir
+
+    if cfg.sft.num_steps == 0:
+        cfg = dataclasses.replace(cfg, sft=dataclasses.replace(cfg.sft, num_steps=500))
+    prepared = prepare(cfg)
+    run_dir = resolve_run_dir(f"{cfg.name}-sft", cfg.run_dir, "never")
+    cluster = Cluster(cfg.cluster)
+    try:
+        warm_start(cfg, cluster, prepared, run_dir / "sft", lambda text: print(text, flush=True))
+    finally:
+        cluster.stop()
+    print(f"wrote {run_dir / 'sft'}")
+    return 0
+
+
+if __name__ == "__main__":
+    launch(run, doc=__doc__)
