@@ -12,6 +12,7 @@ import re
 import secrets
 import socket
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Mapping
@@ -70,6 +71,8 @@ class WandbLogger:
     def __init__(self, project: str, run_dir: Path, config: Mapping[str, Any], run_id: str, say: Say) -> None:
         import wandb
 
+        self.say = say
+
         def start(mode: str) -> Any:
             settings = wandb.Settings(
                 silent=True,
@@ -115,6 +118,16 @@ class WandbLogger:
 
     def finish(self, exit_code: int) -> None:
         self.run.finish(exit_code=exit_code)
+        # the service writes the last records after `finish` has returned: only its end proves that they are on disk
+        from wandb.sdk import wandb_setup
+
+        if wandb_setup.singleton().most_recent_active_run is not None:
+            return  # somebody else's run in this process still needs the service
+        closing = threading.Thread(target=wandb_setup.teardown, args=(exit_code,), daemon=True)
+        closing.start()
+        closing.join(FINISH_TIMEOUT_S)
+        if closing.is_alive():
+            self.say(f"W&B: the upload did not end within {FINISH_TIMEOUT_S:.0f} s; `wandb sync` sends what is missing")
 
 
 class TensorBoardLogger:
@@ -266,7 +279,7 @@ def wandb_mode() -> tuple[str, str]:
         return "offline", f"WANDB_MODE={asked}"
     import wandb
 
-    settings: Any = wandb.setup().settings
+    settings: Any = wandb.setup(wandb.Settings(silent=True)).settings
     url = os.environ.get("WANDB_BASE_URL") or settings.base_url
     if not (os.environ.get("WANDB_API_KEY") or settings.api_key or settings.identity_token_file or _netrc_has(url)):
         return "offline", "no API key; `wandb login` stores one"

@@ -129,6 +129,15 @@ class RolloutEngine:
 
         await self._run(work)
 
+    async def accept_loaded(self, version: int) -> None:
+        """Takes the model folder's own weights as `version` and lets the engine step: evaluation without a trainer."""
+
+        def work() -> None:
+            self._llm.set_weight_version(str(version))
+            self.version, self._paused = version, False
+
+        await self._run(work)
+
     async def probe(self, row: list[int]) -> list[float]:
         """Log-probabilities, at temperature 1, of each token of `row` but the first, under the loaded weights."""
         return await self._run(lambda: self._prompt_logprobs(row))
@@ -159,24 +168,24 @@ class RolloutEngine:
                     return
 
     def _take_commands(self, block: bool) -> None:
+        """Runs every waiting command, in order; waits a while for the first when `block`."""
         try:
-            command, future, loop = (
-                self._commands.get(timeout=IDLE_WAIT_S if block else 0) if block else self._commands.get_nowait()
-            )
+            item = self._commands.get(block, IDLE_WAIT_S)
+            while True:
+                self._execute(*item)
+                item = self._commands.get_nowait()
         except queue.Empty:
             self._abort_overdue()
-            return
-        while True:
-            try:
-                result = command()
-            except Exception as error:
-                loop.call_soon_threadsafe(set_unless_done, future, None, error)
-            else:
-                loop.call_soon_threadsafe(set_unless_done, future, result, None)
-            try:
-                command, future, loop = self._commands.get_nowait()
-            except queue.Empty:
-                return
+
+    def _execute(
+        self, command: Callable[[], Any], future: "asyncio.Future[Any]", loop: asyncio.AbstractEventLoop
+    ) -> None:
+        try:
+            result = command()
+        except Exception as error:
+            loop.call_soon_threadsafe(set_unless_done, future, None, error)
+        else:
+            loop.call_soon_threadsafe(set_unless_done, future, result, None)
 
     async def _run(self, command: Callable[[], Any]) -> Any:
         if self._dead:

@@ -92,6 +92,11 @@ class EngineGroup:
         refs = [handle.actor.init_sync.remote(info) for handle in self.handles]
         wait_all(refs, [h.name for h in self.handles], "sync init", self.cfg.sync.timeout_s)
 
+    def accept_loaded(self, version: int) -> None:
+        """Has every engine serve the weights of its model folder, labelled `version`."""
+        refs = [handle.actor.accept_loaded.remote(version) for handle in self.handles]
+        wait_all(refs, [h.name for h in self.handles], "accept loaded weights", self.cfg.sync.timeout_s)
+
     def stop(self) -> None:
         """Ends the engines and their workers."""
         for handle in self.handles:

@@ -19,7 +19,6 @@ from rich.console import Console
 
 from conf.launch import launch, to_dict, to_yaml
 from conf.schema import Config
-from rl.evaluation import summarize
 from rl.faults import CheckpointError, ResourceError, RoleError, SyncError
 from rl.live import View, open_view
 from rl.roles import Metrics, Roles
@@ -27,7 +26,7 @@ from rl.run_folder import write_config, write_json, write_versions
 from rl.summary import build_summary, final_table, plot_reward
 from rl.timing import make_timer
 from rl.tracking import Tracker, open_loggers
-from rl.types import Group, Prompt, RunState, Sampling
+from rl.types import Group, Prompt, RunState
 
 # Errors that a user can act on from the message alone: shown without a traceback.
 PLAIN_ERRORS = (RoleError, SyncError, CheckpointError, ResourceError)
@@ -241,6 +240,8 @@ class Session:
 
     def _evaluate(self) -> dict[str, object]:
         """Held-out prompts, sampled and greedy, with the weights that the engines hold."""
+        from rollout.evaluate import evaluate
+
         with self.view.phase("evaluate"):
             return evaluate(self.cfg, self.pool, self.prepared.held_out, self.prepared.stop_token_ids)
 
@@ -279,33 +280,6 @@ class Session:
                     "num_tokens": t.num_action_tokens,
                 }
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
-
-
-def evaluate(cfg: Config, pool, prompts: list[Prompt], stop_token_ids: tuple[int, ...]) -> dict[str, object]:  # type: ignore[no-untyped-def]
-    """Mean reward and pass@k with fixed sampling: flat under logged names, whole under "sampled" and "greedy"."""
-    settings = cfg.evaluation
-    out: dict[str, object] = {}
-    kinds = [("sampled", settings.temperature, settings.samples, "eval/")]
-    if settings.greedy:
-        kinds.append(("greedy", 0.0, 1, "eval/greedy_"))
-    for label, temperature, samples, prefix in kinds:
-        sampling = Sampling(
-            max_tokens=cfg.rollout.max_tokens,
-            temperature=temperature,
-            seed=settings.seed,
-            stop_token_ids=stop_token_ids,
-        )
-        rows = pool.sample(prompts, sampling, samples)
-        result = summarize([[t.reward if t.valid else None for t in row] for row in rows])
-        out[label] = result
-        if result["mean"] is not None:
-            out[f"{prefix}mean"] = float(result["mean"])
-        out[f"{prefix}num_failed"] = float(result["num_failed"])
-        if label == "sampled":
-            out |= {
-                f"eval/pass_at_{k}": float(v["value"]) for k, v in result["pass_at"].items() if v["value"] is not None
-            }
-    return out
 
 
 def probe_row(prompts: list[Prompt], count: int) -> list[int]:
