@@ -29,4 +29,4 @@ bench: setup  ## Run every benchmark; results as JSON in runs/bench
 	done
 
 docs: setup  ## Write docs/config.md again from the schema
-	$(BIN)/python scripts/config_docs.py
+	$(BIN)/python -m conf.document

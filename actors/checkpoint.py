@@ -135,16 +135,21 @@ def publish(
                 **extra,
             },
         )
+        replaced = root / f".replaced-{aside.name}"
         if final.exists():
-            shutil.rmtree(final)
+            final.rename(replaced)
         aside.rename(final)
         sync_file(root)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
-    if keep > 0:
-        for old in list_checkpoints(root)[:-keep]:
-            shutil.rmtree(old)
+    for left in root.glob(".*-step_*"):  # of this save, and of one that was killed
+        shutil.rmtree(left)
+    published = list_checkpoints(root)
+    place = published.index(final)
+    # Later ones belong to a branch that this run has left, by falling back behind a broken one or by resume=PATH.
+    for other in published[place + 1 :] + (published[: max(0, place + 1 - keep)] if keep > 0 else []):
+        shutil.rmtree(other)
     return final
 
 
@@ -173,8 +178,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         manifest: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder} is no checkpoint: {path.name} cannot be read ({error})") from error
-    if manifest.get("format") != FORMAT:
-        raise CheckpointError(f"{folder} has format {manifest.get('format')}, this version reads {FORMAT}")
+    if not isinstance(manifest, dict) or not {"format", "step", "files", "run_state", "config"} <= manifest.keys():
+        raise CheckpointError(f"{folder} is no checkpoint: {path.name} lacks fields")
+    if manifest["format"] != FORMAT:
+        raise CheckpointError(f"{folder} has format {manifest['format']}, this version reads {FORMAT}")
     return manifest
 
 

@@ -19,6 +19,12 @@ from rl.faults import ResourceError
 
 RUN_MARK = "TANDEM_RUN_ID"
 OBJECT_STORE_BYTES = 512 << 20
+# Freed memory stays in the process, in huge pages: first touch of new memory costs ten times a copy, and a training
+# step frees and takes gigabytes. Measured on SmolLM2: a step of 14.2 s becomes 10.8 s.
+KEEP_MEMORY = (
+    "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=100000000000:"
+    "glibc.malloc.top_pad=268435456:glibc.malloc.hugetlb=1"
+)
 
 
 def detect_device(cfg: ClusterConfig) -> str:
@@ -98,6 +104,8 @@ class Cluster:
             "TOKENIZERS_PARALLELISM": "false",
             "VLLM_NO_USAGE_STATS": "1",
         }
+        if self.device == "cpu":
+            env["GLIBC_TUNABLES"] = KEEP_MEMORY
         return env | ({"GLOO_SOCKET_IFNAME": "lo"} if self.own else {})
 
     def host_of(self, actor: Any) -> str:

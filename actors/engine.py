@@ -45,7 +45,8 @@ def init_distributed(backend: str, timeout_s: float) -> None:
 
     # Without this, the first start compiles a shared-memory reduction (over a minute, and a lock file that outlives a
     # killed process) that training does not use, and each run leaves its buffers in /dev/shm.
-    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
+    backend_module: Any = importlib.import_module("deepspeed.comm.torch")
+    backend_module.build_shm_op = lambda: None
     deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, timeout=timedelta(seconds=timeout_s))
 
 
@@ -168,6 +169,8 @@ class Engine:
 
     def set_full_state(self, name: str, state: dict[str, torch.Tensor]) -> None:
         """The inverse of `full_state` for one parameter: master and live weights, and moments where given."""
+        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+
         parameter = dict(zip(self.names(), self.module.parameters(), strict=True))[name]
         self._materialize_moments()
         with torch.no_grad():
@@ -179,9 +182,9 @@ class Engine:
                 self._set_partition(parameter, state)
             else:
                 parameter.data.copy_(state["master"].view_as(parameter))
-                parameter.set_full_hp_param(state["master"].float())
+                safe_set_full_fp32_param(parameter, state["master"].float())
                 for key in set(state) - {"master"}:
-                    parameter.set_full_hp_param(state[key].float(), key)
+                    safe_set_full_optimizer_state(parameter, state[key].float(), key)
 
     def _set_partition(self, parameter: Any, state: dict[str, torch.Tensor]) -> None:
         """ZeRO-3: DeepSpeed's own setter cannot cut a tensor whose size the ranks do not divide; pad and cut here."""

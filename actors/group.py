@@ -120,7 +120,7 @@ class ActorPolicy:
         fused = not scores_before_update(cfg)
         total = cfg.num_optimizer_steps
         per_rank: list[list[Update]] = [[] for _ in range(self.group.world)]
-        divisors = []
+        divisors: list[int] = []
         for epoch in range(cfg.algo.num_epochs):
             for rows in split_mini_batches(
                 batch.group_index, cfg.algo.num_mini_batches, (cfg.seed, optimizer_step, epoch)

@@ -12,10 +12,11 @@ import torch
 from actors import checkpoint
 from actors.engine import Engine, OptimizerSpec, init_distributed
 from actors.forward import Scorer, require_supported
-from conf.schema import Config, Dtype, KlEstimator, Layout
-from rl.losses import clipped_ratio, kl_penalty, masked_fill_zero
+from conf.schema import Config, Dtype, Layout
+from rl import losses
+from rl.masking import masked_fill_zero
 from rl.metrics import merge_sums, tensor_sums
-from rl.numerics import mismatch_sums, require_match
+from rl.numerics import require_match
 from rl.types import Batch
 from weightsync.manifest import plan_buckets
 from weightsync.sender import Sender
@@ -99,11 +100,9 @@ class TrainRank:
             lm.train()
             lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
         scorer = Scorer(lm, self.cfg.rollout.temperature, self.cfg.trainer.layout)
-        if spec is None:
-            self.score = scorer.requires_grad_(False)
-        else:
-            self.engine = Engine(scorer, spec, self.cfg.trainer.zero_stage, self.cfg.trainer.dtype)
-            self.score = self.engine
+        self.score: Scorer | Engine = scorer.requires_grad_(spec is not None)
+        if spec is not None:
+            self.score = self.engine = Engine(scorer, spec, self.cfg.trainer.zero_stage, self.cfg.trainer.dtype)
 
     def free_port(self) -> int:
         """A free port of this rank's host, for the group's rendezvous."""
@@ -134,10 +133,10 @@ class TrainRank:
         for micro in update.micros:
             batch = self._on_device(micro.batch)
             logprobs, entropy = self.engine(batch, micro.num_chunks)
-            loss, sums = self._loss(batch, logprobs)
-            sums["entropy"] = entropy.double().sum()
+            loss, tensors = losses.grpo(self.cfg.algo, batch, logprobs)
+            tensors["entropy"] = entropy.double().sum()
             self.engine.backward(loss, update.num_action_tokens)
-            parts.append(tensor_sums(sums))
+            parts.append(tensor_sums(tensors))
         sums = merge_sums(parts)
         if update.mismatch_limit is not None:
             total = torch.tensor(sums["mismatch"], dtype=torch.float64)
@@ -152,23 +151,6 @@ class TrainRank:
             "backward_s": forward_s,
             "optimizer_s": time.monotonic() - started - forward_s,
         }
-
-    def _loss(self, batch: Batch, logprobs: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Loss summed over action tokens, and its metrics as sums. GRPO: clipped ratio plus the KL term."""
-        algo, mask = self.cfg.algo, batch.action_mask
-        old = batch.train_logprobs if batch.train_logprobs is not None else logprobs.detach()
-        assert batch.advantages is not None
-        loss, sums = clipped_ratio(logprobs, old, batch.advantages, mask, algo.clip_low, algo.clip_high)
-        sums["policy_loss"] = loss.detach().sum()
-        sums["approx_kl"] = kl_penalty(logprobs.detach(), old, mask, KlEstimator.k3).sum()
-        if batch.train_logprobs is None:
-            sums |= mismatch_sums(logprobs.detach(), batch.rollout_logprobs, mask)
-        if algo.kl_coef > 0:
-            assert batch.ref_logprobs is not None
-            kl = kl_penalty(logprobs, batch.ref_logprobs, mask, algo.kl_estimator)
-            sums["kl"] = kl.detach().sum()
-            loss = loss + algo.kl_coef * kl
-        return loss.sum(), sums
 
     def sft(self, updates: list[Update]) -> list[dict[str, float]]:
         """Supervised steps: minus the mean log-probability of the action tokens."""

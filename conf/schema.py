@@ -276,8 +276,8 @@ class SyncConfig:
     bucket_bytes: int = option(
         64 << 20, "aim for the size of one bucket; a decoder layer is never cut, so it may be larger"
     )
-    num_slots: int = option(3, "buckets in the shared ring")
-    probe_tokens: int = option(24, "length of the row whose log-probabilities are compared after each push")
+    num_slots: int = option(2, "buckets in the shared ring")
+    probe_tokens: int = option(16, "length of the row whose log-probabilities are compared after each push")
     probe_limit: float = option(
         0.0, "largest |engine - trainer| on the probe row; 0 chooses 1e-3 (float32) or 0.5 (bfloat16)"
     )

@@ -58,11 +58,11 @@ def collate(groups: Sequence[Group]) -> Batch:
 def split_mini_batches(group_index: torch.Tensor, count: int, seed: Sequence[int]) -> list[list[int]]:
     """Row numbers of `count` mini-batches. Groups are shuffled by `seed` and dealt out whole, as evenly as they go.
 
-    Raises ValueError when there are fewer groups than mini-batches.
+    Raises NoValidTrajectories when there are fewer groups than mini-batches.
     """
     groups = torch.unique(group_index).tolist()
     if len(groups) < count:
-        raise ValueError(
+        raise NoValidTrajectories(
             f"{len(groups)} groups hold a valid trajectory, but algo.num_mini_batches={count} needs as many"
         )
     order = np.random.default_rng(list(seed)).permutation(len(groups)) if count > 1 else range(len(groups))

@@ -7,12 +7,13 @@ any arithmetic, because 0 * NaN is NaN.
 
 import torch
 
-from conf.schema import KlEstimator
+from conf.schema import AlgoConfig, KlEstimator
+from rl.masking import masked_fill_zero
+from rl.numerics import mismatch_sums
+from rl.types import Batch
 
-
-def masked_fill_zero(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """values where mask, 0 elsewhere; gradients of masked places are exactly 0."""
-    return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device))
+# exp of larger log-ratios would overflow; no update is meant to reach a ratio of exp(20).
+LOG_RATIO_BOUND = 20.0
 
 
 def clipped_ratio(
@@ -29,7 +30,8 @@ def clipped_ratio(
     [B, T]; `old_logprobs` are those of the trainer before the first update on this batch and carry no gradient.
     Returns the loss [B, T] (0 where masked) and sums over the action tokens: ratio, low and high side clipped.
     """
-    log_ratio = masked_fill_zero(logprobs, mask) - masked_fill_zero(old_logprobs, mask)
+    gap = masked_fill_zero(logprobs, mask) - masked_fill_zero(old_logprobs, mask)
+    log_ratio = gap.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)  # exp must not overflow: inf * 0 is NaN
     advantages = masked_fill_zero(advantages, mask)
     ratio = log_ratio.exp()
     plain = -advantages * ratio
@@ -58,8 +60,30 @@ def kl_penalty(
         return -gap
     if estimator is KlEstimator.k2:
         return gap.square() / 2
-    k3 = gap.clamp(-20, 20).exp() - 1 - gap
+    k3 = gap.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp() - 1 - gap
     if estimator is KlEstimator.k3:
         return k3
     itself = masked_fill_zero(logprobs, mask)
     return k3 * (itself - itself.detach()).exp()
+
+
+def grpo(algo: AlgoConfig, batch: Batch, logprobs: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss of GRPO summed over the batch's action tokens, and its metrics as sums over them.
+
+    Clipped ratio plus `kl_coef` times the KL estimate (Shao et al. 2024, equation 3, with a token mean over the global
+    batch). Without `batch.train_logprobs` these `logprobs` are at the old weights themselves: the ratio is 1.
+    """
+    mask = batch.action_mask
+    old = batch.train_logprobs if batch.train_logprobs is not None else logprobs.detach()
+    assert batch.advantages is not None
+    loss, sums = clipped_ratio(logprobs, old, batch.advantages, mask, algo.clip_low, algo.clip_high)
+    sums["policy_loss"] = loss.detach().sum()
+    sums["approx_kl"] = kl_penalty(logprobs.detach(), old, mask, KlEstimator.k3).sum()
+    if batch.train_logprobs is None:
+        sums |= mismatch_sums(logprobs.detach(), batch.rollout_logprobs, mask)
+    if algo.kl_coef > 0:
+        assert batch.ref_logprobs is not None
+        kl = kl_penalty(logprobs, batch.ref_logprobs, mask, algo.kl_estimator)
+        sums["kl"] = kl.detach().sum()
+        loss = loss + algo.kl_coef * kl
+    return loss.sum(), sums

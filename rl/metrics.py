@@ -1,5 +1,6 @@
 """Metrics of a step, all by global divisors; names end in their unit. Documented in docs/metrics.md."""
 
+import math
 import statistics
 from collections.abc import Iterable, Mapping
 
@@ -19,7 +20,7 @@ def merge_sums(parts: Iterable[SumMetrics]) -> dict[str, float]:
             if name not in out:
                 out[name] = float(value)
             elif name.endswith("_max"):
-                out[name] = value if not value <= out[name] else out[name]
+                out[name] = max(out[name], value) if value == value and out[name] == out[name] else math.nan
             else:
                 out[name] += float(value)
     return out

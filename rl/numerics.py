@@ -2,7 +2,7 @@
 
 import torch
 
-from rl.losses import masked_fill_zero
+from rl.masking import masked_fill_zero
 
 
 class MismatchError(RuntimeError):

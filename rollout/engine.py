@@ -74,7 +74,12 @@ class RolloutEngine:
 
     async def submit(self, requests: list[Request]) -> None:
         """Queues requests; they enter the engine together, once it is not paused."""
-        await self._run(lambda: [self._add(request) for request in requests])
+
+        def work() -> None:
+            for request in requests:
+                self._add(request)
+
+        await self._run(work)
 
     async def collect(self, timeout_s: float) -> list[Outcome]:
         """Everything finished since the last call; waits up to `timeout_s` for the first. Raises in a dead engine."""
@@ -287,9 +292,9 @@ def build_engine(cfg: Config, index: int, device: str, model_path: str, num_thre
 
     torch.set_num_threads(num_threads)
     rollout = cfg.rollout
-    memory = {"kv_cache_memory_bytes": rollout.kv_cache_bytes} if device == "cpu" else {}
-    if device != "cpu":
-        memory = {"gpu_memory_utilization": rollout.gpu_memory_utilization}
+    memory: dict[str, Any] = {"gpu_memory_utilization": rollout.gpu_memory_utilization}
+    if device == "cpu":
+        memory = {"kv_cache_memory_bytes": rollout.kv_cache_bytes}
     args = EngineArgs(
         model=model_path,
         skip_tokenizer_init=True,

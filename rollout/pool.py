@@ -8,6 +8,7 @@ import asyncio
 import hashlib
 import random
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
@@ -60,6 +61,7 @@ class RolloutPool:
         )
         self._groups: deque[asyncio.Task[Group]] = deque()
         self._waiting: dict[str, asyncio.Future[Outcome]] = {}
+        self._owner: dict[str, int] = {}
         self._load = [0] * len(self.engines)
         self._dead: dict[int, str] = {}
         self._version = self._position = self._end = self._start_position = self._start_version = 0
@@ -67,7 +69,8 @@ class RolloutPool:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout-pool", daemon=True)
         self._thread.start()
-        self._collectors = [self._spawn(self._collect(i)) for i in range(len(self.engines))]
+        for index in range(len(self.engines)):
+            self._spawn(self._collect(index))
 
     # -- rl.roles.Rollouts --
 
@@ -96,9 +99,7 @@ class RolloutPool:
     def close(self) -> None:
         """Ends the loop's thread; idempotent."""
         if not self._loop.is_closed():
-            for collector in self._collectors:
-                collector.cancel()
-            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._spawn(self._cancel_all())
             self._thread.join(timeout=10)
             if not self._thread.is_alive():
                 self._loop.close()
@@ -126,9 +127,12 @@ class RolloutPool:
             raise RuntimeError(f"{count} groups wanted, {len(self._groups)} started: the version was not advanced")
         taken = [self._groups.popleft() for _ in range(count)]
         groups = list(await asyncio.gather(*taken))
+        self._require_living()
+        return groups
+
+    def _require_living(self) -> None:
         if len(self._dead) == len(self.engines):
             raise RoleDied("every rollout engine is gone:\n  " + "\n  ".join(self._dead.values()))
-        return groups
 
     async def _sample(self, prompts: Sequence[Prompt], sampling: Sampling, samples: int) -> list[list[Trajectory]]:
         batches: list[list[Request]] = [[] for _ in self.engines]
@@ -140,10 +144,12 @@ class RolloutPool:
             for prompt in prompts
         ]
         await self._send(batches)
-        return [
+        rows = [
             list(await asyncio.gather(*(self._finish(prompt, *item) for item in row)))
             for prompt, row in zip(prompts, pending, strict=True)
         ]
+        self._require_living()
+        return rows
 
     async def _gather(self, position: int, prompt: Prompt, pending: list[tuple[str, int]], version: int) -> Group:
         trajectories = await asyncio.gather(*(self._finish(prompt, *item) for item in pending))
@@ -171,6 +177,7 @@ class RolloutPool:
         )
         batches[engine].append(request)
         self._waiting[request.request_id] = self._loop.create_future()
+        self._owner[request.request_id] = engine
         return request.request_id, engine
 
     async def _send(self, batches: list[list[Request]]) -> None:
@@ -198,8 +205,11 @@ class RolloutPool:
             future.set_result(outcome)
 
     def _bury(self, index: int, error: Exception) -> None:
-        """Marks an engine dead; requests that wait for it end with its error (see `_finish`)."""
+        """Marks an engine dead; requests that wait for it end with its error."""
         self._dead[index] = f"{self.engines[index].name}: {error}"
+        for request_id, engine in self._owner.items():
+            if engine == index:
+                self._resolve(Outcome(request_id=request_id, error=self._dead[index]))
 
     async def _finish(self, prompt: Prompt, request_id: str, engine: int) -> Trajectory:
         """The trajectory of one request: completion, then reward. Never raises: failure is a status."""
@@ -209,27 +219,33 @@ class RolloutPool:
             status = Status.engine_timeout if outcome.timed_out else Status.engine_failed
             return failed(prompt, status, outcome.error)
         trajectory = as_trajectory(outcome.completion)
-        trajectory.text = self.decode(outcome.completion.token_ids)
-        scored = await self.scorer.score(trajectory.text, prompt.record)
+        try:
+            trajectory.text = self.decode(outcome.completion.token_ids)
+            scored = await self.scorer.score(trajectory.text, prompt.record)
+        except Exception:
+            scored = Scored(reward=None, status=Status.reward_failed, error=traceback.format_exc(), seconds=0.0)
         trajectory.status, trajectory.error = scored.status, scored.error
         trajectory.reward = scored.reward if scored.reward is not None else 0.0
         return trajectory
 
     async def _outcome(self, request_id: str, engine: int) -> Outcome:
-        future = self._waiting[request_id]
-        deadline = self._loop.time() + self.cfg.rollout.deadline_s + GRACE_S
+        if engine in self._dead:
+            self._resolve(Outcome(request_id=request_id, error=self._dead[engine]))
         try:
-            while True:
-                done, _ = await asyncio.wait([future], timeout=1.0)
-                if done:
-                    return future.result()
-                if engine in self._dead:
-                    return Outcome(request_id=request_id, error=self._dead[engine])
-                if self._loop.time() > deadline:
-                    error = f"{self.engines[engine].name} does not answer ({GRACE_S:g} s beyond rollout.deadline_s)"
-                    return Outcome(request_id=request_id, error=error, timed_out=True)
+            return await asyncio.wait_for(self._waiting[request_id], self.cfg.rollout.deadline_s + GRACE_S)
+        except TimeoutError:
+            error = f"{self.engines[engine].name} does not answer ({GRACE_S:g} s beyond rollout.deadline_s)"
+            return Outcome(request_id=request_id, error=error, timed_out=True)
         finally:
-            del self._waiting[request_id]
+            del self._waiting[request_id], self._owner[request_id]
+
+    async def _cancel_all(self) -> None:
+        """Ends every task of the loop, then the loop."""
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._loop.call_soon(self._loop.stop)
 
     # -- from outside the loop --
 

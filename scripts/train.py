@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -27,6 +28,11 @@ from rl.summary import build_summary, final_table, plot_reward
 from rl.timing import make_timer
 from rl.tracking import Tracker, open_loggers
 from rl.types import Group, Prompt, RunState
+
+if TYPE_CHECKING:
+    from actors.cluster import Cluster
+    from actors.resume import Start
+    from rollout.preflight import Prepared
 
 # Errors that a user can act on from the message alone: shown without a traceback.
 PLAIN_ERRORS = (RoleError, SyncError, CheckpointError, ResourceError)
@@ -67,15 +73,11 @@ def run(cfg: Config) -> int:
 class Session:
     """One run from cluster start to summary: owns what it starts, in one ExitStack."""
 
-    def __init__(self, cfg, prepared, start, state: RunState, tracker: Tracker, view: View):  # type: ignore[no-untyped-def]
-        self.cfg, self.prepared, self.start, self.state, self.tracker, self.view = (
-            cfg,
-            prepared,
-            start,
-            state,
-            tracker,
-            view,
-        )
+    def __init__(
+        self, cfg: Config, prepared: "Prepared", start: "Start", state: RunState, tracker: Tracker, view: View
+    ):
+        self.cfg, self.prepared, self.start = cfg, prepared, start
+        self.state, self.tracker, self.view = state, tracker, view
         self.phases: dict[str, float] = {}
         self.timer = make_timer(self.phases, view.phase)
         self.begun = time.monotonic()
@@ -119,7 +121,7 @@ class Session:
         self.tracker.finish(code)
         return code
 
-    def _start_cluster(self, stack: ExitStack):  # type: ignore[no-untyped-def]
+    def _start_cluster(self, stack: ExitStack) -> "Cluster":
         from actors.cluster import Cluster, detect_device
 
         cfg = self.cfg.cluster
@@ -138,7 +140,7 @@ class Session:
             )
         return cluster
 
-    def _train(self, cluster, stack: ExitStack) -> None:  # type: ignore[no-untyped-def]
+    def _train(self, cluster: "Cluster", stack: ExitStack) -> None:
         from actors.engine import OptimizerSpec
         from actors.group import ActorPolicy, ActorReference, RankGroup
         from rl.loop import run as run_loop
@@ -163,9 +165,11 @@ class Session:
             group = RankGroup(cfg, cluster, "policy", model_path, spec)
             engines = EngineGroup(cfg, cluster, model_path)
             frozen = RankGroup(cfg, cluster, "reference", model_path, None) if cfg.algo.kl_coef > 0 else None
-            for role in [group, engines, *([frozen] if frozen else [])]:
-                stack.callback(role.stop)
-            for ready in [role.start() for role in (group, engines, *([frozen] if frozen else []))]:
+            groups = [group, frozen] if frozen else [group]
+            stack.callback(engines.stop)
+            for ranks in groups:
+                stack.callback(ranks.stop)
+            for ready in [*(ranks.start() for ranks in groups), engines.start()]:
                 ready.result()
         self.policy = ActorPolicy(cfg, group)
         self.model_path = model_path
@@ -199,7 +203,7 @@ class Session:
             with self.view.phase("export"):
                 group.call("export", None, str(self.start.run_dir / "hf"), model_path)
 
-    def _warm_start(self, cluster) -> str:  # type: ignore[no-untyped-def]
+    def _warm_start(self, cluster: "Cluster") -> str:
         """The model folder that the policy starts from: model.path, or the warm start's, made once in this run."""
         from scripts.sft import warm_start
 

@@ -1,9 +1,8 @@
 """A push: the policy's live weights into every engine, verified, versioned, all or nothing."""
 
-import math
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any, Protocol
 
 from rl.faults import SyncError
@@ -69,10 +68,12 @@ class WeightSync:
             loading = [sink.load(bucket, crc) for sink in self.sinks]
             if bucket + 1 < self.num_buckets:
                 packed = self.source.pack(bucket + 1)
+            else:
+                expected = self.source.probe(self.probe_row)  # while the last bucket loads
             self._all(f"load bucket {bucket}", version, loading)
         self._all("finish", version, [sink.finish_update(version) for sink in self.sinks])
         loaded = time.monotonic()
-        gap = self._verify(version)
+        gap = self._verify(version, expected)
         self._all("resume", version, [sink.resume() for sink in self.sinks])
         ended = time.monotonic()
         return {
@@ -82,36 +83,36 @@ class WeightSync:
             "sync/probe_max": gap,
         }
 
-    def _verify(self, version: int) -> float:
+    def _verify(self, version: int, ours: "Future[list[float]]") -> float:
         """Largest gap between engine and trainer on the probe row. Raises SyncError above the limit."""
-        ours = self.source.probe(self.probe_row)
         theirs = self._all("probe", version, [sink.probe(self.probe_row) for sink in self.sinks])
         (expected,) = self._all("probe", version, [ours], "trainer")
         worst = 0.0
         for sink, found in zip(self.sinks, theirs, strict=True):
-            gap = max((abs(a - b) for a, b in zip(expected, found, strict=True)), default=0.0)
-            if not gap <= self.probe_limit or math.isnan(gap):
+            gaps = [abs(a - b) for a, b in zip(expected, found, strict=False)]
+            if len(found) != len(expected) or not all(gap <= self.probe_limit for gap in gaps):
+                shown = (
+                    f"differ by {gaps[:8]}" if len(found) == len(expected) else f"are {len(found)}, not {len(expected)}"
+                )
                 raise SyncError(
                     f"{sink.name} does not hold the trainer's weights of version {version}: log-probabilities of the "
-                    f"probe "
-                    f"row differ by up to {gap:.3g}, limit {self.probe_limit:.3g} (sync.probe_limit). It stays paused"
+                    f"probe row {shown}, limit {self.probe_limit:.3g} (sync.probe_limit). It stays paused"
                 )
-            worst = max(worst, gap)
+            worst = max(worst, *gaps)
         return worst
 
     def _all(self, phase: str, version: int, futures: Sequence[Future[Any]], who: str | None = None) -> list[Any]:
         """Results of all futures within the deadline; the first failure becomes a SyncError naming engine and phase."""
-        deadline = time.monotonic() + self.timeout_s
-        results = []
+        done, waiting = wait(futures, timeout=self.timeout_s, return_when=FIRST_EXCEPTION)
         for index, future in enumerate(futures):
-            name = who or self.sinks[index].name
-            try:
-                results.append(future.result(timeout=max(0.0, deadline - time.monotonic())))
-            except TimeoutError as error:
-                raise SyncError(
-                    f"push of version {version}, phase {phase}: {name} did not answer in "
-                    f"{self.timeout_s:g} s (sync.timeout_s)"
-                ) from error
-            except Exception as error:
-                raise SyncError(f"push of version {version}, phase {phase}: {name} failed: {error}") from error
-        return results
+            error = future.exception() if future in done else None
+            if error is not None:
+                name = who or self.sinks[index].name
+                raise SyncError(f"push of version {version}, phase {phase}: {name} failed: {error!r}") from error
+        if waiting:
+            silent = who or ", ".join(s.name for s, f in zip(self.sinks, futures, strict=True) if f in waiting)
+            raise SyncError(
+                f"push of version {version}, phase {phase}: {silent} did not answer in "
+                f"{self.timeout_s:g} s (sync.timeout_s)"
+            )
+        return [future.result() for future in futures]

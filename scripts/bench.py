@@ -1,0 +1,104 @@
+"""Benchmarks: Tandem and its yardstick, measured in turn in one run, several times; medians and their ratio.
+
+    python scripts/bench.py rollout --json runs/bench/rollout.json   against raw vllm.LLM.generate
+    python scripts/bench.py train --json runs/bench/train.json       against a plain torch loop
+    python scripts/bench.py sync --json runs/bench/sync.json         against the engine's own load plus one memcpy
+    python scripts/bench.py step --json runs/bench/step.json         against TRL's GRPOTrainer
+
+docs/performance.md says what each one measures and how to read it. Use an idle machine.
+"""
+
+import argparse
+import importlib
+import os
+import sys
+import time
+from pathlib import Path
+
+NAMES = {
+    "rollout": "sampling: engine actor and pool, against raw vllm.LLM.generate",
+    "train": "one update at ZeRO-1 on one rank, against a plain torch loop",
+    "sync": "a push of all weights, against the engine's own load from warm memory plus one memcpy",
+    "step": "a whole step of the quickstart, against TRL's GRPOTrainer",
+}
+REPEATS = {"rollout": 5, "train": 5, "sync": 9, "step": 2}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    benchmarks = parser.add_subparsers(dest="name", required=True, metavar="{" + ",".join(NAMES) + "}")
+    for name, about in NAMES.items():
+        sub = benchmarks.add_parser(name, help=about, description=about, allow_abbrev=False)
+        sub.add_argument("--json", type=Path, required=True, metavar="FILE", help="where the result is written")
+        sub.add_argument(
+            "--repeats", type=positive, default=REPEATS[name], help="measurements of each side [%(default)s]"
+        )
+        sub.add_argument("--model", default="models/smollm2", help="Hugging Face model folder [%(default)s]")
+        sub.add_argument("--threads", type=positive, default=os.cpu_count() or 1, help="CPU threads [all cores]")
+        if name != "sync":
+            sub.add_argument("--prompts", type=positive, default=8, help="prompts of a batch [%(default)s]")
+            sub.add_argument("--samples", type=group_size, default=8, help="samples of each prompt [%(default)s]")
+            sub.add_argument("--max-tokens", type=positive, default=16, help="tokens of a completion [%(default)s]")
+        if name == "step":
+            sub.add_argument("--steps", type=positive, default=4, help="steps counted in each run [%(default)s]")
+            sub.add_argument("--skip-yardstick", action="store_true", help="measure Tandem alone, without TRL")
+    return parser
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value}: must be at least 1")
+    return value
+
+
+def group_size(text: str) -> int:
+    value = int(text)
+    if value < 2:
+        raise argparse.ArgumentTypeError(f"{value}: a group needs at least 2 samples")
+    return value
+
+
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    """The arguments; exits with code 2, before anything starts, when something is wrong with them."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    if not (Path(args.model) / "config.json").is_file():
+        parser.error(f"--model {args.model}: no config.json there; a Hugging Face model folder is needed")
+    try:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--json {args.json}: {error.strerror}")
+    if args.json.is_dir() or not os.access(args.json.parent, os.W_OK):
+        parser.error(f"--json {args.json}: cannot be written")
+    args.model = str(Path(args.model).absolute())
+    return args
+
+
+def main(argv: list[str]) -> int:
+    args = parse_args(argv)
+    from conf.errors import ConfigError
+    from scripts.benchmarks.common import print_result, write_result
+    from scripts.train import PLAIN_ERRORS, terminated_as_exit
+
+    started = time.monotonic()
+    try:
+        with terminated_as_exit():
+            result = importlib.import_module(f"scripts.benchmarks.{args.name}").measure(args)
+    except ConfigError as error:
+        print(f"configuration error: {error}", file=sys.stderr)
+        return 2
+    except PLAIN_ERRORS as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    write_result(result | {"took_s": time.monotonic() - started}, args.json)
+    print_result(result)
+    print(f"wrote {args.json}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

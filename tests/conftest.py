@@ -1,0 +1,18 @@
+"""What several test files need: a tiny Hugging Face folder, and hypothesis without wall-clock limits."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+# A busy machine must not fail a property, and a failure must come back in the next run.
+settings.register_profile("tandem", deadline=None, derandomize=True, max_examples=50)
+settings.load_profile("tandem")
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny Qwen3-type model with its tokenizer, as a Hugging Face folder. Read only."""
+    from scripts.prepare_model import prepare_tiny
+
+    return prepare_tiny(tmp_path_factory.mktemp("models") / "tiny")
