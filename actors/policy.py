@@ -78,6 +78,8 @@ class TrainRank:
     def __init__(self, cfg: Config, rank: int, world: int, device: str):
         self.cfg, self.rank, self.world, self.device = cfg, rank, world, device
         self._sender: Sender | None = None
+        self._probe_row: list[int] = []
+        self._probe_logprobs: list[float] | None = None  # of the row, under the weights as they are
 
     def start(self, model_path: str, address: str, port: int, spec: OptimizerSpec | None, num_threads: int) -> None:
         """Joins the group and loads the model. Collective: every rank of the group must be starting.
@@ -125,7 +127,11 @@ class TrainRank:
 
         Raises rl.numerics.MismatchError on all ranks, before the optimizer moves, when `mismatch_limit` is exceeded.
         """
-        return [self._update(update) for update in updates]
+        results = [self._update(update) for update in updates]
+        self._probe_logprobs = None
+        if self._probe_row:
+            self.probe(self._probe_row)  # now, so that the push that follows need not wait for it
+        return results
 
     def _update(self, update: Update) -> dict[str, float]:
         started = time.monotonic()
@@ -184,7 +190,7 @@ class TrainRank:
         }
 
     def pack(self, bucket: int) -> int:
-        """Copies one bucket of live weights into the ring (rank 0); returns its crc32. Collective under ZeRO-3."""
+        """Copies one bucket of live weights into the ring (rank 0); returns its checksum. Collective under ZeRO-3."""
         names = [tensor.name for tensor in self._manifest.buckets[bucket].tensors]
         with self.engine.gathered(names) as tensors:
             return self._sender.pack(bucket, tensors) if self._sender else 0
@@ -192,9 +198,10 @@ class TrainRank:
     @torch.no_grad()
     def probe(self, row: list[int]) -> list[float]:
         """Log-probabilities at temperature 1 of each token of `row` but the first. Collective under ZeRO-3."""
-        batch = probe_batch(row)
-        logprobs, _ = self.engine(self._on_device(batch), 1, 1.0, Layout.padded)
-        return [float(x) for x in logprobs[0, 1:].cpu()]
+        if self._probe_logprobs is None or row != self._probe_row:
+            logprobs, _ = self.engine(self._on_device(probe_batch(row)), 1, 1.0, Layout.padded)
+            self._probe_row, self._probe_logprobs = row, [float(x) for x in logprobs[0, 1:].cpu()]
+        return self._probe_logprobs
 
     def save(self, folder: str) -> list[dict[str, Any]]:
         """Writes this rank's share of the training state into `folder`; returns its manifest entries. Collective."""
@@ -215,6 +222,7 @@ class TrainRank:
 
     def load(self, folder: str) -> None:
         """Reads the whole training state, in whatever layout it was saved. Collective."""
+        self._probe_logprobs = None
         checkpoint.read_shards(Path(folder), self.engine)
 
     def state(self) -> dict[str, Any]:

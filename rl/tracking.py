@@ -68,7 +68,9 @@ class WandbLogger:
     Neither the command line nor code nor console output is uploaded: each may hold secrets.
     """
 
-    def __init__(self, project: str, run_dir: Path, config: Mapping[str, Any], run_id: str, say: Say) -> None:
+    def __init__(
+        self, project: str, run_dir: Path, config: Mapping[str, Any], run_id: str, say: Say, offline: bool = False
+    ) -> None:
         import wandb
 
         self.say = say
@@ -96,7 +98,7 @@ class WandbLogger:
                 reinit="create_new",  # leaves the process-wide `wandb.run` alone
             )
 
-        mode, why = wandb_mode()
+        mode, why = ("offline", "tracking.offline=true") if offline else wandb_mode()
         if mode != "offline":
             try:
                 self.run = start(mode)
@@ -244,7 +246,7 @@ def open_loggers(
     try:
         if cfg.wandb and os.environ.get("WANDB_MODE", "").lower() != "disabled":
             run_id = ids.setdefault("wandb", os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4))
-            add("W&B", lambda: WandbLogger(cfg.project, run_dir, config_dict, run_id, say))
+            add("W&B", lambda: WandbLogger(cfg.project, run_dir, config_dict, run_id, say, cfg.offline))
         if cfg.tensorboard:
             add("TensorBoard", lambda: TensorBoardLogger(run_dir, resumed_step))
     except BaseException as error:  # Ctrl-C while W&B connects: what is open must still be finished

@@ -113,8 +113,8 @@ class RolloutEngine:
     async def begin_update(self) -> None:
         await self._rpc("start_weight_update")
 
-    async def load(self, bucket: int, crc: int) -> None:
-        await self._rpc("update_weights", update_info={"bucket": bucket, "crc": crc})
+    async def load(self, bucket: int, checksum: int) -> None:
+        await self._rpc("update_weights", update_info={"bucket": bucket, "checksum": checksum})
 
     async def finish_update(self, version: int) -> None:
         """Finishes the update; tokens sampled from now on carry `version`."""
@@ -294,7 +294,8 @@ def build_engine(cfg: Config, index: int, device: str, model_path: str, num_thre
     rollout = cfg.rollout
     memory: dict[str, Any] = {"gpu_memory_utilization": rollout.gpu_memory_utilization}
     if device == "cpu":
-        memory = {"kv_cache_memory_bytes": rollout.kv_cache_bytes}
+        # The smallest block of the CPU kernel: samples of one prompt share whole blocks only.
+        memory = {"kv_cache_memory_bytes": rollout.kv_cache_bytes, "block_size": 32}
     args = EngineArgs(
         model=model_path,
         skip_tokenizer_init=True,

@@ -30,8 +30,8 @@ class EngineHandle:
     def begin_update(self) -> Future[Any]:
         return self._future("begin_update")
 
-    def load(self, bucket: int, crc: int) -> Future[Any]:
-        return self._future("load", bucket, crc)
+    def load(self, bucket: int, checksum: int) -> Future[Any]:
+        return self._future("load", bucket, checksum)
 
     def finish_update(self, version: int) -> Future[Any]:
         return self._future("finish_update", version)

@@ -7,6 +7,7 @@ python scripts/train.py -m experiment=tiny_sort seed=0,1,2
 
 import dataclasses
 import json
+import random
 import signal
 import sys
 import time
@@ -27,7 +28,7 @@ from rl.run_folder import write_config, write_json, write_versions
 from rl.summary import build_summary, final_table, plot_reward
 from rl.timing import make_timer
 from rl.tracking import Tracker, open_loggers
-from rl.types import Group, Prompt, RunState
+from rl.types import Group, RunState
 
 if TYPE_CHECKING:
     from actors.cluster import Cluster
@@ -184,7 +185,7 @@ class Session:
             engines.handles,
             len(buckets),
             sum(t["nbytes"] for b in buckets for t in b["tensors"]),
-            probe_row(prepared.train, cfg.sync.probe_tokens),
+            probe_row(len(prepared.tokenizer), cfg.sync.probe_tokens, cfg.seed),
             cfg.probe_bound,
             cfg.sync.timeout_s,
         )
@@ -286,10 +287,13 @@ class Session:
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
-def probe_row(prompts: list[Prompt], count: int) -> list[int]:
-    """The row whose log-probabilities verify each push: the beginning of the prompts, `count` tokens."""
-    ids = [token for prompt in prompts[:count] for token in prompt.token_ids]
-    return ids[:count]
+def probe_row(vocabulary: int, count: int, seed: int) -> list[int]:
+    """The row whose log-probabilities verify each push: `count` random token ids.
+
+    Random, because they depend on every layer; a prompt's beginning may be known by heart under any weights.
+    """
+    draw = random.Random(seed)
+    return [draw.randrange(vocabulary) for _ in range(count)]
 
 
 @contextmanager

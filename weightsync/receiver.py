@@ -38,10 +38,10 @@ class ShmInit(WeightTransferInitInfo):
 
 @dataclass
 class ShmUpdate(WeightTransferUpdateInfo):
-    """One bucket: its number (its slot is the number modulo the ring's size) and the crc32 of its bytes."""
+    """One bucket: its number (its slot is the number modulo the ring's size) and the checksum of its bytes."""
 
     bucket: int = 0
-    crc: int = 0
+    checksum: int = 0
 
 
 class ShmEngine(WeightTransferEngine[ShmInit, ShmUpdate]):
@@ -79,8 +79,10 @@ class ShmEngine(WeightTransferEngine[ShmInit, ShmUpdate]):
         bucket = self.manifest.buckets[update_info.bucket]
         slot = slot_of(self.memory, update_info.bucket % self.num_slots, self.slot_bytes)
         found = checksum(slot, bucket.nbytes)
-        if found != update_info.crc:
-            raise ValueError(f"bucket {update_info.bucket}: crc {found:08x} of the bytes, {update_info.crc:08x} signed")
+        if found != update_info.checksum:
+            raise ValueError(
+                f"bucket {update_info.bucket}: checksum {found:016x} of the bytes, {update_info.checksum:016x} signed"
+            )
         with torch.no_grad():
             self.model.load_weights(views(slot, bucket))
         self.received.add(update_info.bucket)

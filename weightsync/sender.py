@@ -16,7 +16,7 @@ class Sender:
         self.ring = Ring(manifest.max_bucket_bytes, min(num_slots, max(2, len(manifest.buckets))))
 
     def pack(self, bucket_index: int, tensors: Mapping[str, torch.Tensor]) -> int:
-        """Copies the bucket's tensors into slot bucket_index % num_slots; returns the crc32 of its bytes."""
+        """Copies the bucket's tensors into slot bucket_index % num_slots; returns the checksum of its bytes."""
         bucket = self.manifest.buckets[bucket_index]
         slot = self.ring.slot(bucket_index % self.ring.num_slots)
         for name, view in views(slot, bucket):

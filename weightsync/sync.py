@@ -13,7 +13,7 @@ class Source(Protocol):
     """The policy's side. Calls return futures, so that packing and loading overlap."""
 
     def pack(self, bucket: int) -> Future[int]:
-        """Copies bucket number `bucket` into its slot; gives its crc32."""
+        """Copies bucket number `bucket` into its slot; gives its checksum."""
         ...
 
     def probe(self, row: list[int]) -> Future[list[float]]:
@@ -32,7 +32,7 @@ class Sink(Protocol):
 
     def begin_update(self) -> Future[Any]: ...
 
-    def load(self, bucket: int, crc: int) -> Future[Any]: ...
+    def load(self, bucket: int, checksum: int) -> Future[Any]: ...
 
     def finish_update(self, version: int) -> Future[Any]: ...
 
@@ -64,12 +64,12 @@ class WeightSync:
         transfer = time.monotonic()
         packed = self.source.pack(0)
         for bucket in range(self.num_buckets):
-            (crc,) = self._all(f"pack bucket {bucket}", version, [packed], "trainer")
-            loading = [sink.load(bucket, crc) for sink in self.sinks]
+            (checksum,) = self._all(f"pack bucket {bucket}", version, [packed], "trainer")
+            loading = [sink.load(bucket, checksum) for sink in self.sinks]
             if bucket + 1 < self.num_buckets:
                 packed = self.source.pack(bucket + 1)
-            else:
-                expected = self.source.probe(self.probe_row)  # while the last bucket loads
+            if bucket == 0:
+                expected = self.source.probe(self.probe_row)  # while the engines load
             self._all(f"load bucket {bucket}", version, loading)
         self._all("finish", version, [sink.finish_update(version) for sink in self.sinks])
         loaded = time.monotonic()

@@ -261,7 +261,7 @@ def start_parts(cfg: Config, prepared: Prepared, with_engines: bool) -> Iterator
                 engines.handles,
                 len(buckets),
                 sum(tensor["nbytes"] for bucket in buckets for tensor in bucket["tensors"]),
-                probe_row(prepared.train, cfg.sync.probe_tokens),
+                probe_row(len(prepared.tokenizer), cfg.sync.probe_tokens, cfg.seed),
                 cfg.probe_bound,
                 cfg.sync.timeout_s,
             )

@@ -89,6 +89,7 @@ class RawEngine:
             logprobs_mode="processed_logprobs",
             disable_log_stats=True,
             kv_cache_memory_bytes=rollout.kv_cache_bytes,
+            block_size=32,
         )
 
     def settings(self) -> dict[str, str]:

@@ -5,10 +5,10 @@ against the size of /dev/shm, and is gone with the last process that maps it, ho
 """
 
 import os
-import zlib
 from collections.abc import Iterator
 
 import torch
+import xxhash
 
 from weightsync.manifest import Bucket
 
@@ -52,5 +52,5 @@ def views(slot: torch.Tensor, bucket: Bucket) -> Iterator[tuple[str, torch.Tenso
 
 
 def checksum(slot: torch.Tensor, nbytes: int) -> int:
-    """crc32 of the first `nbytes` of a slot."""
-    return zlib.crc32(slot[:nbytes].numpy())  # type: ignore[arg-type]  # a numpy array is a buffer
+    """xxh3 (64 bits) of the first `nbytes` of a slot: finds what crc32 finds, at several times its speed."""
+    return xxhash.xxh3_64_intdigest(slot[:nbytes].numpy())  # type: ignore[arg-type]  # a numpy array is a buffer
