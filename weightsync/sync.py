@@ -108,7 +108,9 @@ class WeightSync:
             error = future.exception() if future in done else None
             if error is not None:
                 name = who or self.sinks[index].name
-                raise SyncError(f"push of version {version}, phase {phase}: {name} failed: {error!r}") from error
+                cause = getattr(error, "cause", None) or error  # an actor's own exception, without Ray's traceback
+                message = f"{name} failed: {str(cause) or repr(cause)}"
+                raise SyncError(f"push of version {version}, phase {phase}: {message}") from error
         if waiting:
             silent = who or ", ".join(s.name for s, f in zip(self.sinks, futures, strict=True) if f in waiting)
             raise SyncError(

@@ -34,7 +34,8 @@ def other_process(code: str, *args: str) -> str:
 def test_ring_other_process_reads_the_same_bytes(ring: Ring) -> None:
     ring.slot(1).copy_(torch.arange(1024) % 251)
     code = (
-        "import sys, xxhash; d = open(sys.argv[1], 'rb').read(); print(len(d), xxhash.xxh3_64_intdigest(d[1024:2048]), sum(d[:1024]))"
+        "import sys, xxhash; d = open(sys.argv[1], 'rb').read(); "
+        "print(len(d), xxhash.xxh3_64_intdigest(d[1024:2048]), sum(d[:1024]))"
     )
     length, crc, first = other_process(code, ring.path).split()
     assert (int(length), int(crc), int(first)) == (3072, checksum(ring.slot(1), 1024), 0)

@@ -1,13 +1,14 @@
 """A push is all or nothing: the right order, no slot overwritten unread, and any failure leaves engines paused."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import pytest
 import torch
 
+import weightsync.sync as sync_module
 from rl.faults import SyncError
 from tests.unit.stand_ins import TinyEngine, TinyLm, TinySource, broken, done
 from weightsync.sync import WeightSync
@@ -23,10 +24,23 @@ class Waited(Future[Any]):
         super().__init__()
         self._work = work
 
-    def result(self, timeout: float | None = None) -> Any:
+    def work(self) -> None:
         if not self.done():
             self.set_result(self._work())
-        return super().result(timeout)
+
+
+@pytest.fixture(autouse=True)
+def late_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waiting is what makes pretended calls do their work."""
+    really = sync_module.wait
+
+    def wait(futures: Sequence[Future[Any]], **how: Any) -> Any:
+        for future in futures:
+            if isinstance(future, Waited):
+                future.work()
+        return really(futures, **how)
+
+    monkeypatch.setattr(sync_module, "wait", wait)
 
 
 class Source:
