@@ -113,6 +113,12 @@ def require_same_model(folder: Path, manifest: Mapping[str, Any], shapes: Mappin
         for n, s in saved.items()
         if shapes.get(n) != s
     ]
+    # A tied head is in some folders and never in a checkpoint; buffers neither.
+    wrong += [
+        f"{n}: nothing in the checkpoint, {s} in model.path"
+        for n, s in shapes.items()
+        if n not in saved and n.endswith(".weight") and n != "lm_head.weight"
+    ]
     if wrong:
         raise ConfigError(f"{folder} is of another architecture than model.path:\n  " + "\n  ".join(wrong[:5]))
 

@@ -236,7 +236,7 @@ def render_prompts(
         elif not cfg.drop_overlong:
             raise ConfigError(
                 f"prompt {index}: {len(ids)} tokens, and the room for a prompt is {room_tokens}; "
-                "raise rollout.max_model_len, lower rollout.max_tokens, or leave them out with data.drop_overlong=true"
+                "raise rollout.max_model_len, or leave them out with data.drop_overlong=true"
             )
     if records and not prompts:
         raise ConfigError(

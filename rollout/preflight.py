@@ -77,10 +77,7 @@ def prepare(cfg: Config) -> Prepared:
 def read_model_config(cfg: Config) -> dict[str, Any]:
     """config.json of the model, checked against context length and tensor-parallel sizes."""
     path = Path(cfg.model.path) / "config.json"
-    try:
-        model: dict[str, Any] = json.loads(path.read_text())
-    except ValueError as error:
-        raise ConfigError(f"model.path={cfg.model.path}: config.json is not JSON ({error})") from error
+    model = read_object(path)
     context = model.get("max_position_embeddings")
     if context is not None and cfg.rollout.max_model_len > context:
         raise ConfigError(
@@ -96,6 +93,17 @@ def read_model_config(cfg: Config) -> dict[str, Any]:
     return model
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of the model folder. Raises ConfigError."""
+    try:
+        value = json.loads(path.read_text())
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"model.path={path.parent}: {path.name} is not JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"model.path={path.parent}: {path.name} holds a {type(value).__name__}, not a JSON object")
+    return value
+
+
 def model_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every tensor of a Hugging Face folder. Raises ConfigError when there are no weights."""
     try:
@@ -109,18 +117,22 @@ def stop_tokens(folder: Path, tokenizer: Any, model: dict[str, Any]) -> tuple[in
     found: list[Any] = [tokenizer.eos_token_id, model.get("eos_token_id")]
     path = folder / "generation_config.json"
     if path.exists():
-        found.append(json.loads(path.read_text()).get("eos_token_id"))
+        found.append(read_object(path).get("eos_token_id"))
     flat = [i for item in found for i in (item if isinstance(item, list) else [item])]
     return tuple(sorted({int(i) for i in flat if i is not None}))
 
 
-def require_disk(cfg: Config, shapes: dict[str, tuple[int, ...]], run_dir: Path) -> None:
-    """Raises ConfigError when the disk cannot hold one more checkpoint (and the export) of this model."""
+def require_disk(cfg: Config, shapes: dict[str, tuple[int, ...]]) -> None:
+    """Raises ConfigError when the disk of the run folder, which need not exist yet, cannot hold one more checkpoint
+    (and the export) of this model.
+    """
+    run_dir = Path(cfg.run_dir or (cfg.resume if cfg.resume not in ("auto", "never") else "runs")).absolute()
+    disk = next(folder for folder in (run_dir, *run_dir.parents) if folder.exists())
     parameters = sum(math.prod(shape) for shape in shapes.values())
     wanted = parameters * (
         (CHECKPOINT_BYTES if cfg.checkpoint.every or cfg.checkpoint.at_end else 0) + (4 if cfg.checkpoint.export else 0)
     )
-    free = shutil.disk_usage(run_dir).free
+    free = shutil.disk_usage(disk).free
     if free < wanted:
         raise ConfigError(
             f"{run_dir}: {free / 1e9:.1f} GB free, but one checkpoint and the export of this model "

@@ -79,7 +79,7 @@ def main(argv: list[str]) -> int:
     args = parse_args(argv)
     from conf.errors import ConfigError
     from scripts.benchmarks.common import print_result, write_result
-    from scripts.train import PLAIN_ERRORS, terminated_as_exit
+    from scripts.session import PLAIN_ERRORS, terminated_as_exit
 
     started = time.monotonic()
     try:

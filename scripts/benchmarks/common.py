@@ -224,7 +224,7 @@ def start_parts(cfg: Config, prepared: Prepared, with_engines: bool) -> Iterator
     from actors.engine import OptimizerSpec
     from actors.group import ActorPolicy, RankGroup
     from rollout.engines import EngineGroup
-    from scripts.train import probe_row
+    from scripts.session import probe_row
     from weightsync.sync import WeightSync
 
     trainer = cfg.trainer

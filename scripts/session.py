@@ -1,0 +1,292 @@
+"""One training run: checks everything, starts everything, trains, leaves nothing behind. See scripts/train.py."""
+
+import dataclasses
+import json
+import random
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType
+
+from rich.console import Console
+
+from actors.checkpoint import publish
+from actors.cluster import Cluster, detect_device
+from actors.engine import OptimizerSpec
+from actors.group import ActorPolicy, ActorReference, RankGroup
+from actors.resume import Start, resolve_start
+from conf.launch import to_dict, to_yaml
+from conf.schema import Config
+from rl.batching import NoValidTrajectories
+from rl.faults import CheckpointError, ResourceError, RoleError, SyncError
+from rl.live import View, open_view
+from rl.loop import run as run_loop
+from rl.memory import start_peak
+from rl.numerics import MismatchError
+from rl.prompts import PromptStream
+from rl.roles import Metrics, Roles
+from rl.run_folder import write_config, write_json, write_versions
+from rl.summary import build_summary, final_table, plot_reward
+from rl.timing import make_timer
+from rl.tracking import Tracker, open_loggers
+from rl.types import Group, RunState
+from rollout.engines import EngineGroup
+from rollout.evaluate import evaluate
+from rollout.pool import RolloutPool
+from rollout.preflight import Prepared, prepare, require_disk
+from rollout.rewards import RewardPool
+from scripts.sft import warm_start
+from weightsync.sync import WeightSync
+
+# Errors that a user can act on from the message alone: shown without a traceback.
+PLAIN_ERRORS = (RoleError, SyncError, CheckpointError, ResourceError, MismatchError, NoValidTrajectories)
+
+
+def train(cfg: Config) -> int:
+    """Runs the configuration to its end. Returns the exit code; raises ConfigError before anything has started."""
+    prepared = prepare(cfg)
+    config = to_dict(cfg)
+    require_disk(cfg, prepared.shapes)
+    start = resolve_start(cfg, config, prepared.shapes)
+    state = RunState(**start.manifest.get("run_state", {}))
+    console = Console()
+    if state.step >= cfg.num_steps:
+        console.print(
+            f"{start.run_dir}: already finished at step {state.step} (num_steps={cfg.num_steps}); nothing to do"
+        )
+        return 0
+    write_config(start.run_dir, to_yaml(cfg))
+    write_versions(start.run_dir)
+    (start.run_dir / "summary.json").unlink(missing_ok=True)
+    with (
+        open_view(cfg.num_steps, name=cfg.name, live=cfg.tracking.live, console=console) as view,
+        terminated_as_exit(),
+    ):
+        for line in [*start.messages, *prepared.warnings]:
+            view.message(line)
+        view.message(f"run folder {start.run_dir}" + (f", resuming at step {state.step}" if state.step else ""))
+        with open_loggers(cfg.tracking, start.run_dir, config, state.tracking_ids, state.step, view.message) as tracker:
+            state.tracking_ids = dict(tracker.ids)
+            session = Session(cfg, prepared, start, state, tracker, view)
+            return session.run()
+
+
+class Session:
+    """One run from cluster start to summary: owns what it starts, in one ExitStack."""
+
+    def __init__(self, cfg: Config, prepared: Prepared, start: Start, state: RunState, tracker: Tracker, view: View):
+        self.cfg, self.prepared, self.start = cfg, prepared, start
+        self.state, self.tracker, self.view = state, tracker, view
+        self.phases: dict[str, float] = {}
+        self.timer = make_timer(self.phases, view.phase)
+        self.begun = time.monotonic()
+
+    def run(self) -> int:
+        """Trains; writes summary.json whatever happens. Returns the exit code."""
+        status, error, code = "finished", None, 0
+        peak = None
+        with ExitStack() as stack:
+            try:
+                cluster = self._start_cluster(stack)
+                peak = start_peak(cluster.run_id)
+                stack.callback(peak.stop)
+                self._train(cluster, stack)
+            except (KeyboardInterrupt, SystemExit) as stop:
+                status, error = "interrupted", type(stop).__name__
+                code = stop.code if isinstance(stop, SystemExit) and isinstance(stop.code, int) else 130
+                self.view.message("interrupted: stopping actors and removing temporary files")
+            except PLAIN_ERRORS as failure:
+                status, error, code = "failed", str(failure), 1
+            except BaseException as failure:
+                status, error = "failed", f"{type(failure).__name__}: {failure}"
+                raise
+            finally:
+                wall_s = self.state.wall_s + time.monotonic() - self.begun
+                summary = build_summary(
+                    self.tracker.history,
+                    status=status,
+                    wall_s=wall_s,
+                    peak_rss_bytes=peak.stop() if peak else None,
+                    error=error,
+                )
+                write_json(self.start.run_dir / "summary.json", summary)
+        self.view.close()
+        plot_reward(self.tracker.history, self.start.run_dir / "reward.png")
+        self.view.console.print(final_table(summary))
+        if code == 1:
+            print(f"error: {error}\nlogs of the actors: {self.start.run_dir / 'logs'}", file=sys.stderr)
+        self.tracker.finish(code)
+        return code
+
+    def _start_cluster(self, stack: ExitStack) -> Cluster:
+        cfg = self.cfg.cluster
+        with self.view.phase("start cluster"):
+            cluster = Cluster(cfg)
+            stack.callback(cluster.stop)
+            stack.callback(cluster.save_logs, self.start.run_dir / "logs")
+            on_gpu = detect_device(cfg) == "cuda"
+            ranks = cfg.train_ranks * (2 if self.cfg.algo.kl_coef > 0 else 1)
+            engines = sum(self.cfg.engine_tp(i) for i in range(cfg.rollout_engines))
+            cluster.require(
+                {
+                    "CPU": ranks * cfg.cpus_per_rank + cfg.rollout_engines * cfg.cpus_per_engine,
+                    "GPU": ranks * cfg.gpus_per_rank + engines * cfg.gpus_per_engine if on_gpu else 0.0,
+                }
+            )
+        return cluster
+
+    def _train(self, cluster: Cluster, stack: ExitStack) -> None:
+        cfg, prepared = self.cfg, self.prepared
+        trainer = cfg.trainer
+        model_path = self._warm_start(cluster)
+        spec = OptimizerSpec(
+            kind=trainer.optimizer,
+            beta1=trainer.beta1,
+            beta2=trainer.beta2,
+            eps=trainer.eps,
+            weight_decay=trainer.weight_decay,
+            grad_clip=trainer.grad_clip,
+        )
+        with self.view.phase("load models"):
+            group = RankGroup(cfg, cluster, "policy", model_path, spec)
+            engines = EngineGroup(cfg, cluster, model_path)
+            frozen = RankGroup(cfg, cluster, "reference", model_path, None) if cfg.algo.kl_coef > 0 else None
+            groups = [group, frozen] if frozen else [group]
+            stack.callback(engines.stop)
+            for ranks in groups:
+                stack.callback(ranks.stop)
+            for ready in [*(ranks.start() for ranks in groups), engines.start()]:
+                ready.result()
+        self.policy = ActorPolicy(cfg, group)
+        self.model_path = model_path
+        if self.start.checkpoint:
+            with self.view.phase("load checkpoint"):
+                self.policy.load(self.start.checkpoint)
+        info = self.policy.manifest()
+        engines.connect(info)
+        buckets = info["manifest"]["buckets"]
+        sync = WeightSync(
+            self.policy,
+            engines.handles,
+            len(buckets),
+            sum(t["nbytes"] for b in buckets for t in b["tensors"]),
+            probe_row(len(prepared.tokenizer), cfg.sync.probe_tokens, cfg.seed),
+            cfg.probe_bound,
+            cfg.sync.timeout_s,
+        )
+        scorer = RewardPool(cfg.reward)
+        stack.callback(scorer.close)
+        stream = PromptStream(prompts=prepared.train, seed=cfg.seed, shuffle=cfg.data.shuffle)
+        self.pool = RolloutPool(cfg, engines.handles, stream, scorer, prepared.decode, prepared.stop_token_ids)
+        stack.callback(self.pool.close)
+        roles = Roles(
+            policy=self.policy, rollouts=self.pool, sync=sync, reference=ActorReference(cfg, frozen) if frozen else None
+        )
+        run_loop(cfg, roles, self.state, self.timer, self._before_first, self._after_step)
+        if cfg.checkpoint.at_end and self.state.step % (cfg.checkpoint.every or self.state.step + 1):
+            self._save()
+        if cfg.checkpoint.export:
+            with self.view.phase("export"):
+                group.call("export", None, str(self.start.run_dir / "hf"), model_path)
+
+    def _warm_start(self, cluster: Cluster) -> str:
+        """The model folder that the policy starts from: model.path, or the warm start's, made once in this run."""
+        if self.cfg.sft.num_steps == 0:
+            return self.cfg.model.path
+        out = self.start.run_dir / "sft"
+        if not out.is_dir():
+            with self.view.phase("warm start"):
+                result = warm_start(self.cfg, cluster, self.prepared, out, self.view.message)
+            self.view.message(f"warm start: loss {result['sft/loss']:.3f} in {result['sft/seconds']:.0f} s")
+        return str(out)
+
+    def _before_first(self) -> None:
+        """Evaluates the policy that training starts from."""
+        if self.cfg.evaluation.every and self.state.step == 0:
+            metrics = self._evaluate()
+            write_json(self.start.run_dir / "evaluation_000000.json", metrics)
+            self.tracker.log(0, {k: v for k, v in metrics.items() if isinstance(v, float)})
+        self.phases.clear()
+
+    def _after_step(self, state: RunState, groups: list[Group], metrics: Metrics) -> None:
+        """Evaluates and saves when due, then logs the step."""
+        cfg, step = self.cfg, state.step
+        times = {f"time/{name}_s": seconds for name, seconds in self.phases.items()}
+        metrics |= times | {"time/step_s": sum(times.values())}
+        metrics["rollout/tok_s"] = metrics["rollout/num_tokens"] / max(1e-9, self.phases.get("rollout", 0.0))
+        last = step == cfg.num_steps
+        if cfg.evaluation.every and (last or step % cfg.evaluation.every == 0):
+            evaluation = self._evaluate()
+            write_json(self.start.run_dir / f"evaluation_{step:06d}.json", evaluation)
+            metrics |= {k: v for k, v in evaluation.items() if isinstance(v, float)}
+        self._write_samples(step, groups)
+        self.tracker.log(step, metrics)
+        if cfg.checkpoint.every and step % cfg.checkpoint.every == 0:
+            self._save()
+        self.view.step(step, metrics)
+        self.phases.clear()
+
+    def _evaluate(self) -> dict[str, object]:
+        """Held-out prompts, sampled and greedy, with the weights that the engines hold."""
+        with self.view.phase("evaluate"):
+            return evaluate(self.cfg, self.pool, self.prepared.held_out, self.prepared.stop_token_ids)
+
+    def _save(self) -> None:
+        with self.view.phase("save"):
+            state = dataclasses.replace(self.state, wall_s=self.state.wall_s + time.monotonic() - self.begun)
+            publish(
+                self.start.run_dir / "checkpoints",
+                self.state.step,
+                self.policy.save,
+                dataclasses.asdict(state),
+                to_dict(self.cfg),
+                Path(self.model_path),
+                self.cfg.checkpoint.keep,
+            )
+
+    def _write_samples(self, step: int, groups: list[Group]) -> None:
+        """A few rollouts of the step, with what went wrong in it, to rollouts.jsonl."""
+        trajectories = [(g, t) for g in groups for t in g.trajectories]
+        failed = [pair for pair in trajectories if not pair[1].valid]
+        every = max(1, len(trajectories) // max(1, self.cfg.tracking.samples_per_step))
+        shown = failed[:4] + trajectories[::every][: self.cfg.tracking.samples_per_step]
+        with (self.start.run_dir / "rollouts.jsonl").open("a") as file:
+            for group, t in shown:
+                row = {
+                    "step": step,
+                    "position": group.position,
+                    "prompt": group.prompt.record.get("prompt"),
+                    "completion": t.text,
+                    "reward": t.reward if t.valid else None,
+                    "status": t.status.value,
+                    "error": t.error,
+                    "truncated": t.truncated,
+                    "num_tokens": t.num_action_tokens,
+                }
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+def probe_row(vocabulary: int, count: int, seed: int) -> list[int]:
+    """The row whose log-probabilities verify each push: `count` random token ids.
+
+    Random, because they depend on every layer; a prompt's beginning may be known by heart under any weights.
+    """
+    draw = random.Random(seed)
+    return [draw.randrange(vocabulary) for _ in range(count)]
+
+
+@contextmanager
+def terminated_as_exit() -> Iterator[None]:
+    """SIGTERM unwinds like an exception, so that everything is stopped; code 143."""
+
+    def leave(_signal: int, _frame: FrameType | None) -> None:
+        raise SystemExit(143)
+
+    previous = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
