@@ -35,6 +35,9 @@ class StepResult:
     skipped: bool
 
 
+# Elements in one of DeepSpeed's communication buckets; its default of 5e8 holds 2 GB in fp32.
+BUCKET_ELEMENTS = 5 * 10**7
+
 # Moments that AdamW keeps for each parameter; SGD (no momentum) keeps none.
 MOMENTS = {Optimizer.adamw: ("exp_avg", "exp_avg_sq"), Optimizer.sgd: ()}
 
@@ -86,6 +89,8 @@ class Engine:
             "zero_optimization": {
                 "stage": zero_stage,
                 "overlap_comm": False,
+                "reduce_bucket_size": BUCKET_ELEMENTS,
+                "allgather_bucket_size": BUCKET_ELEMENTS,
                 "stage3_param_persistence_threshold": 0,
             },
         }

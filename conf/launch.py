@@ -29,12 +29,19 @@ from conf.schema import Config, register
 
 Task = Callable[[Config], int | None]
 
+INTERRUPTED = (130, 143)  # exit codes of a task that Ctrl-C or SIGTERM has ended
+
 register()
 
 
 def launch(task: Task, config_name: str = "train", doc: str | None = None) -> NoReturn:
     """Runs `task` with the config of the command line and exits: 0, 2 for a configuration error, or the task's code."""
-    sys.exit(main(task, sys.argv[1:], config_name, doc))
+    try:
+        code = main(task, sys.argv[1:], config_name, doc)
+    except KeyboardInterrupt:  # before or after what the task itself cleans up
+        print("interrupted", file=sys.stderr)
+        code = 130
+    sys.exit(code)
 
 
 def main(task: Task, argv: list[str], config_name: str = "train", doc: str | None = None) -> int:
@@ -56,6 +63,8 @@ def main(task: Task, argv: list[str], config_name: str = "train", doc: str | Non
     for index, cfg in enumerate(configs):
         print(f"job {index + 1} of {len(configs)}: {cfg.name}", file=sys.stderr, flush=True)
         codes.append(run_swept_job(task, cfg))
+        if codes[-1] in INTERRUPTED:  # whoever stops a sweep means all of it
+            return codes[-1]
     return next((code for code in codes if code), 0)
 
 

@@ -96,7 +96,7 @@ class Session:
                 self._train(cluster, stack)
             except (KeyboardInterrupt, SystemExit) as stop:
                 status, error = "interrupted", type(stop).__name__
-                code = stop.code if isinstance(stop, SystemExit) and isinstance(stop.code, int) else 130
+                code = 130 if isinstance(stop, KeyboardInterrupt) else 143  # Ray's own SIGTERM handler gives another
                 self.view.message("interrupted: stopping actors and removing temporary files")
             except PLAIN_ERRORS as failure:
                 status, error, code = "failed", str(failure), 1

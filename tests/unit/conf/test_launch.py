@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 from conf.errors import ConfigError
 from conf.keys import all_keys, nearest_key
-from conf.launch import compose, hydra_parser, main, to_dict, to_yaml
+from conf.launch import compose, hydra_parser, launch, main, to_dict, to_yaml
 from conf.overrides import expand, quoted, read
 from conf.schema import Config, SftConfig, TrainerConfig
 
@@ -247,6 +247,30 @@ def test_sweep_failing_jobs_run_all_and_first_code_wins(capsys: Capture) -> None
     assert main(task, ["-m", "seed=1,2"]) == 1
     err = capsys.readouterr().err
     assert "RuntimeError: broken" in err and "configuration error: seed=2" in err
+
+
+@pytest.mark.parametrize("code", [130, 143])
+def test_sweep_interrupted_job_ends_the_sweep(code: int) -> None:
+    seen: list[int] = []
+
+    def task(cfg: Config) -> int:
+        seen.append(cfg.seed)
+        return code if cfg.seed == 2 else 0
+
+    assert main(task, ["-m", "seed=1,2,3"]) == code
+    assert seen == [1, 2]
+
+
+def test_launch_ctrl_c_outside_the_task_s_own_handling_exit_130(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    def task(cfg: Config) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    with pytest.raises(SystemExit) as stopped:
+        launch(task)
+    assert stopped.value.code == 130 and capsys.readouterr().err == "interrupted\n"
 
 
 @pytest.mark.parametrize(
