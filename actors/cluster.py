@@ -3,9 +3,11 @@
 import os
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,6 +50,7 @@ class Cluster:
         os.environ[RUN_MARK] = self.run_id
         self._reaper = start_reaper(self.run_id, self.folder)
         os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_worker_niceness="0", RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0")
+        on_sigterm = signal.getsignal(signal.SIGTERM)
         try:
             if self.own:
                 ray.init(
@@ -60,10 +63,23 @@ class Cluster:
                     namespace=self.run_id,
                 )
             else:
-                ray.init(address=cfg.address, log_to_driver=False, logging_level="error", namespace=self.run_id)
+                self._join(str(cfg.address))
         except BaseException:
             self.stop()
             raise
+        finally:
+            # Ray's own handler aborts the process three seconds after SIGTERM, in the middle of its cleaning up.
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, on_sigterm)
+
+    def _join(self, address: str) -> None:
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level="error", namespace=self.run_id)
+        except Exception as error:  # by the reason: ConnectionError, RuntimeError, ValueError, AuthenticationError
+            reason = str(error).strip().splitlines()[-1:] or [type(error).__name__]
+            raise ResourceError(
+                f"cluster.address={address}: no Ray cluster can be joined there: {reason[0]}"
+            ) from error
 
     def require(self, wanted: dict[str, float]) -> None:
         """Raises ResourceError when the cluster as a whole has less than `wanted`, listing both."""

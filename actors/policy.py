@@ -95,6 +95,7 @@ class TrainRank:
         )
         torch.set_num_threads(num_threads)
         torch.manual_seed(self.cfg.seed)
+        self._probe_logprobs = None
         if spec is not None:
             init_distributed("nccl" if self.device == "cuda" else "gloo", self.cfg.trainer.timeout_s)
         lm = load_lm(model_path, self.cfg.model.attention, self.cfg.trainer.dtype, self.device)
@@ -160,6 +161,7 @@ class TrainRank:
 
     def sft(self, updates: list[Update]) -> list[dict[str, float]]:
         """Supervised steps: minus the mean log-probability of the action tokens."""
+        self._probe_logprobs = None
         out = []
         for update in updates:
             total = 0.0

@@ -12,6 +12,7 @@ import re
 import secrets
 import socket
 import sys
+import tempfile
 import threading
 import time
 import urllib.request
@@ -71,8 +72,7 @@ class WandbLogger:
     def __init__(
         self, project: str, run_dir: Path, config: Mapping[str, Any], run_id: str, say: Say, offline: bool = False
     ) -> None:
-        import wandb
-
+        wandb = _import_wandb(run_dir)
         self.say = say
 
         def start(mode: str) -> Any:
@@ -272,6 +272,18 @@ def exit_code_of(error: BaseException | None) -> int:
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     return 130 if isinstance(error, KeyboardInterrupt) else 1
+
+
+def _import_wandb(run_dir: Path) -> Any:
+    """W&B, whose import makes temporary folders that a killed process leaves behind: they come into the run folder."""
+    folder = run_dir / "wandb"
+    folder.mkdir(exist_ok=True)
+    usual, tempfile.tempdir = tempfile.tempdir, str(folder)
+    try:
+        import wandb
+    finally:
+        tempfile.tempdir = usual
+    return wandb
 
 
 def wandb_mode() -> tuple[str, str]:

@@ -98,7 +98,7 @@ class RolloutEngine:
 
     async def init_sync(self, info: dict[str, Any]) -> None:
         """Connects to the trainer's ring; checks what will be pushed against the model."""
-        await self._rpc("init_weight_transfer_engine", init_info=info)
+        await self._attempt("init_weight_transfer_engine", init_info=info)
 
     async def pause(self) -> None:
         """Stops stepping; running requests stay and recompute their cache, which was made with the old weights."""
@@ -111,16 +111,16 @@ class RolloutEngine:
         await self._run(work)
 
     async def begin_update(self) -> None:
-        await self._rpc("start_weight_update")
+        await self._attempt("begin_weight_update")
 
     async def load(self, bucket: int, checksum: int) -> None:
-        await self._rpc("update_weights", update_info={"bucket": bucket, "checksum": checksum})
+        await self._attempt("update_weights", update_info={"bucket": bucket, "checksum": checksum})
 
     async def finish_update(self, version: int) -> None:
         """Finishes the update; tokens sampled from now on carry `version`."""
 
         def work() -> None:
-            self._llm.collective_rpc("finish_weight_update")
+            self._call_workers("finish_weight_update")
             self._llm.set_weight_version(str(version))
             self.version = version
 
@@ -200,8 +200,17 @@ class RolloutEngine:
         self._commands.put((command, future, loop))
         return await future
 
-    async def _rpc(self, method: str, **kwargs: Any) -> Any:
+    async def _rpc(self, method: Any, **kwargs: Any) -> Any:
         return await self._run(lambda: self._llm.collective_rpc(method, kwargs=kwargs))
+
+    async def _attempt(self, method: str, **kwargs: Any) -> None:
+        await self._run(lambda: self._call_workers(method, **kwargs))
+
+    def _call_workers(self, method: str, **kwargs: Any) -> None:
+        """Calls a method of every worker. Raises ValueError with what the workers say when one of them fails."""
+        failures = self._llm.collective_rpc("attempt", args=(method, kwargs))
+        if any(failures):
+            raise ValueError("\n".join(dict.fromkeys(filter(None, failures))))
 
     def _add(self, request: Request) -> None:
         now = time.monotonic()

@@ -22,7 +22,25 @@ BACKEND = "tandem_shm"
 
 
 class WorkerExtension:
-    """vLLM mixes this into its worker; it exists so that this module is imported there."""
+    """vLLM mixes this into its worker, and so imports this module there."""
+
+    def attempt(self, method: str, kwargs: dict[str, Any]) -> str:
+        """Calls a method of the worker; returns why it failed, or nothing.
+
+        It never raises: of several workers vLLM asks no further than the first that does, and from then on takes the
+        others' late answers for those to its next calls.
+        """
+        try:
+            getattr(self, method)(**kwargs)
+        except Exception as error:
+            return str(error) or repr(error)
+        return ""
+
+    def begin_weight_update(self) -> None:
+        """Starts an update, and gives up one that was left half done: a whole push repairs what that left behind."""
+        worker: Any = self
+        worker._weight_update_active = False
+        worker.start_weight_update()
 
 
 @dataclass
@@ -49,24 +67,22 @@ class ShmEngine(WeightTransferEngine[ShmInit, ShmUpdate]):
 
     def init_transfer_engine(self, init_info: ShmInit) -> None:
         """Opens the ring and checks the manifest against the model's files, before anything can change."""
-        self.manifest = Manifest.from_dict(init_info.manifest)
-        if self.manifest.fingerprint() != init_info.fingerprint:
-            raise ValueError(
-                f"weight manifest arrived damaged: {self.manifest.fingerprint()}, sent {init_info.fingerprint}"
-            )
+        manifest = Manifest.from_dict(init_info.manifest)
+        if manifest.fingerprint() != init_info.fingerprint:
+            raise ValueError(f"weight manifest arrived damaged: {manifest.fingerprint()}, sent {init_info.fingerprint}")
         shapes = folder_shapes(Path(self.model_config.model))
         tied = (
             frozenset({"lm_head.weight"})
             if self.model_config.hf_config.get_text_config().tie_word_embeddings
             else frozenset()
         )
-        problems = differences(self.manifest, shapes, tied)
+        problems = differences(manifest, shapes, tied)
         if problems:
             more = f"\n  and {len(problems) - 8} more" if len(problems) > 8 else ""
             raise ValueError(
                 "the trainer's weights do not fit the engine's model:\n  " + "\n  ".join(problems[:8]) + more
             )
-        self.slot_bytes, self.num_slots = init_info.slot_bytes, init_info.num_slots
+        self.manifest, self.slot_bytes, self.num_slots = manifest, init_info.slot_bytes, init_info.num_slots
         self.memory = open_ring(init_info.path, self.slot_bytes, self.num_slots)
         self.received: set[int] = set()
 

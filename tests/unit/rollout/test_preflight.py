@@ -1,0 +1,367 @@
+"""What a launch refuses before anything starts: each message quotes the key, its value, and what would be right."""
+
+import json
+import math
+import shutil
+from collections import namedtuple
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.checkpoint import file_crc, publish
+from actors.resume import resolve_start
+from conf.errors import ConfigError
+from conf.launch import to_dict
+from conf.schema import (
+    ClusterConfig,
+    Config,
+    DataConfig,
+    EvaluationConfig,
+    ModelConfig,
+    RewardConfig,
+    RolloutConfig,
+    Template,
+)
+from rollout.preflight import Prepared, prepare, require_disk
+
+HEADS, CONTEXT = 4, 1024  # of the tiny model
+GIGABYTE = 10**9
+
+REWARDS = """
+VALUES = {"none": None, "nan": float("nan"), "text": "1.0"}
+
+def fine(completion, record):
+    return 1.0
+
+def value(completion, record, kind):
+    return VALUES[kind]
+
+def raises(completion, record):
+    raise ValueError("no verdict")
+"""
+
+
+class Scene:
+    """A valid launch in a folder of its own: a copy of the tiny model, eight prompts, a reward; made wrong by tests."""
+
+    def __init__(self, folder: Path, model: Path):
+        self.folder, self.model, self.data = folder, folder / "model", folder / "prompts.jsonl"
+        shutil.copytree(model, self.model)
+        self.write([{"prompt": f"{letter}cb="} for letter in "adefghij"])
+
+    def write(self, records: list[dict[str, Any]]) -> None:
+        self.data.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+    def edit(self, name: str, **changes: Any) -> None:
+        """Changes keys of a JSON file of the model folder."""
+        path = self.model / name
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    def cfg(self, **changes: Any) -> Config:
+        """The configuration; `data`, `reward`, `rollout` are merged into the valid ones."""
+        data: dict[str, Any] = {"path": str(self.data), "eval_size": 2, "template": Template.plain}
+        return Config(
+            **{
+                "prompts_per_step": 4,
+                "samples_per_prompt": 2,
+                "model": ModelConfig(path=str(self.model)),
+                "evaluation": EvaluationConfig(every=1),
+            }
+            | changes
+            | {
+                "data": DataConfig(**data | changes.get("data", {})),
+                "reward": RewardConfig(**{"_target_": "preflight_rewards.fine"} | changes.get("reward", {})),
+                "rollout": RolloutConfig(**{"max_tokens": 8, "max_model_len": 16} | changes.get("rollout", {})),
+            }
+        )
+
+    def checkpoint(self, shapes: dict[str, tuple[int, ...]], **config: Any) -> Path:
+        """A checkpoint of this launch, with parameters of these shapes."""
+
+        def write(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+            path = folder / "shard.safetensors"
+            path.write_bytes(b"state")
+            tensors = {f"{name}|master": list(shape) for name, shape in shapes.items()}
+            return [{"file": path.name, "nbytes": 5, "crc": file_crc(path), "tensors": tensors}], {}
+
+        run_dir = self.folder / "runs" / "2026-01-01-run"
+        return publish(run_dir / "checkpoints", 2, write, {"step": 2}, to_dict(self.cfg(**config)), self.model, keep=0)
+
+
+@pytest.fixture
+def scene(tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
+    (tmp_path / "preflight_rewards.py").write_text(REWARDS)
+    (tmp_path / "preflight_broken.py").write_text("import no_such_package_at_all\n")
+    monkeypatch.chdir(tmp_path)
+    return Scene(tmp_path, tiny_folder)
+
+
+def check(cfg: Config) -> Prepared:
+    """Everything that scripts/train.py checks before it starts anything, in its order."""
+    prepared = prepare(cfg)
+    require_disk(cfg, prepared.shapes)
+    resolve_start(cfg, to_dict(cfg), prepared.shapes)
+    return prepared
+
+
+def refusal(cfg: Config) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check(cfg)
+    return str(caught.value)
+
+
+def test_valid_launch_is_prepared(scene: Scene) -> None:
+    prepared = check(scene.cfg())
+    assert (len(prepared.train), len(prepared.held_out), prepared.warnings) == (6, 2, [])
+    assert prepared.stop_token_ids == (1,) and "model.embed_tokens.weight" in prepared.shapes
+    assert prepared.decode([*prepared.tokenizer("abc")["input_ids"], 1]) == "abc"
+
+
+# The model folder
+
+MODEL_FAULTS: dict[str, tuple[Callable[[Scene], Any], list[str]]] = {
+    "no folder": (lambda s: shutil.rmtree(s.model), ["no such folder"]),
+    "no config.json": (lambda s: (s.model / "config.json").unlink(), ["no config.json", "Hugging Face model folder"]),
+    "config.json cut": (lambda s: (s.model / "config.json").write_text('{"model_type": '), ["config.json", "JSON"]),
+    "no tokenizer": (
+        lambda s: [path.unlink() for path in s.model.glob("tokenizer*")],
+        ["no tokenizer in it", "tokenizer.json"],
+    ),
+    "tokenizer cut": (lambda s: (s.model / "tokenizer.json").write_text("{"), ["its tokenizer cannot be loaded"]),
+    "no weights": (lambda s: (s.model / "model.safetensors").unlink(), ["its weights (safetensors)", "cannot be read"]),
+    "weights cut": (
+        lambda s: (s.model / "model.safetensors").write_bytes((s.model / "model.safetensors").read_bytes()[:-100]),
+        ["its weights (safetensors)", "cannot be read"],
+    ),
+    "weights pickled": (
+        lambda s: (s.model / "model.safetensors").rename(s.model / "pytorch_model.bin"),
+        ["its weights (safetensors)", "cannot be read"],
+    ),
+    "shard missing": (
+        lambda s: (s.model / "model.safetensors.index.json").write_text('{"weight_map": {"w": "part-1.safetensors"}}'),
+        ["its weights (safetensors)", "part-1.safetensors"],
+    ),
+    "generation_config.json no object": (
+        lambda s: (s.model / "generation_config.json").write_text("[]"),
+        ["generation_config.json holds a list"],
+    ),
+    "generation_config.json cut": (
+        lambda s: (s.model / "generation_config.json").write_text("{"),
+        ["generation_config.json", "JSON"],
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", MODEL_FAULTS)
+def test_model_folder_that_cannot_be_used_is_named(scene: Scene, fault: str) -> None:
+    spoil, pieces = MODEL_FAULTS[fault]
+    spoil(scene)
+    message = refusal(scene.cfg())
+    for piece in [f"model.path={scene.model}", *pieces]:
+        assert piece in message
+
+
+def test_chat_template_missing_where_chat_is_asked(scene: Scene) -> None:
+    (scene.model / "chat_template.jinja").unlink()
+    message = refusal(scene.cfg(data={"template": Template.chat}))
+    for piece in ["data.template=chat", str(scene.model), "no chat template", "data.template=plain"]:
+        assert piece in message
+    check(scene.cfg())  # plain text needs none
+
+
+# Sizes
+
+
+def test_prompts_fewer_than_a_batch_gives_both_numbers(scene: Scene) -> None:  # B46
+    message = refusal(scene.cfg(prompts_per_step=7))
+    for piece in ["prompts_per_step=7", "holds 6 prompts", "lower prompts_per_step or give more data"]:
+        assert piece in message
+
+
+def test_prompts_dropped_as_overlong_count_as_missing(scene: Scene) -> None:
+    scene.write([{"prompt": f"{letter}cb="} for letter in "abc"] + [{"prompt": "a" * 60}] * 3 + [{"prompt": "a="}] * 2)
+    message = refusal(scene.cfg(data={"drop_overlong": True}))
+    assert "prompts_per_step=4" in message and "holds 3 prompts" in message
+
+
+def test_prompts_exactly_a_batch_is_enough(scene: Scene) -> None:
+    assert len(check(scene.cfg(prompts_per_step=6)).train) == 6
+
+
+def test_prompt_longer_than_the_room_is_refused_by_number(scene: Scene) -> None:  # B56
+    scene.write([{"prompt": "abc="}, {"prompt": "a" * 16}, *[{"prompt": "abc="}] * 6])
+    message = refusal(scene.cfg())
+    for piece in ["prompt 1", "16 tokens", "room for a prompt is 15", "rollout.max_model_len", "data.drop_overlong"]:
+        assert piece in message
+    assert "rollout.max_tokens" not in message  # lowering it would not help: a completion takes what is left
+
+
+def test_prompt_that_fills_the_context_but_one_is_kept_with_a_warning(scene: Scene) -> None:  # B56
+    scene.write([{"prompt": "abc="}, {"prompt": "a" * 15}, *[{"prompt": "abc="}] * 6])
+    (warning,) = check(scene.cfg()).warnings
+    for piece in ["rollout.max_model_len=16", "15 tokens", "rollout.max_tokens=8", "truncated"]:
+        assert piece in warning
+
+
+def test_overlong_prompts_left_out_are_counted(scene: Scene) -> None:
+    scene.write([{"prompt": "a" * 16}, *[{"prompt": "abc="}] * 7])
+    prepared = check(scene.cfg(data={"drop_overlong": True}))
+    assert len(prepared.train) == 5
+    assert prepared.warnings == ["data.drop_overlong: left out 1 training and 0 held-out prompts"]
+
+
+def test_max_model_len_beyond_the_context_gives_both_numbers(scene: Scene) -> None:
+    message = refusal(scene.cfg(rollout={"max_model_len": CONTEXT + 1}))
+    for piece in [f"rollout.max_model_len={CONTEXT + 1}", f"context is {CONTEXT} tokens", "max_position_embeddings"]:
+        assert piece in message
+    check(scene.cfg(rollout={"max_model_len": CONTEXT}))
+
+
+def test_max_tokens_beyond_max_model_len_gives_both_numbers(scene: Scene) -> None:
+    with pytest.raises(ConfigError, match=r"rollout.max_tokens=16 with rollout.max_model_len=16: no room"):
+        scene.cfg(rollout={"max_tokens": 16})
+
+
+@pytest.mark.parametrize(("tp", "bad"), [([3], 3), ([1, 8], 8)])
+def test_tensor_parallel_size_must_divide_the_heads(scene: Scene, tp: list[int], bad: int) -> None:
+    message = refusal(scene.cfg(rollout={"tp": tp}, cluster=ClusterConfig(rollout_engines=len(tp))))
+    for piece in [f"rollout.tp={tp}", f"{bad} does not divide", f"{HEADS} attention heads"]:
+        assert piece in message
+
+
+# Data
+
+ROWS = b'{"prompt": "c="}\n' * 4
+
+
+@pytest.mark.parametrize(
+    ("content", "pieces"),
+    [
+        (b"", ["is empty"]),
+        (b"\n\n", ["is empty"]),
+        (b'{"prompt": "a="}\n{"prompt": \n', ["prompts.jsonl:2", "not JSON"]),
+        (b'{"prompt": "a="}\n["b"]\n', ["prompts.jsonl:2", "is a list, not an object"]),
+        (b'{"prompt": "a="}\n\n{"promt": "b="}\n' + ROWS, ["prompts.jsonl:3", "data.prompt_key='prompt'", "'promt'"]),
+        (b'{"prompt": "a="}\n{"prompt": 3}\n' + ROWS, ["prompts.jsonl:2", "is a int, not a string"]),
+        (b'{"prompt": "a="}\n', ["has 1 rows and data.eval_size=2", "lower data.eval_size"]),
+    ],
+    ids=["empty", "blank lines", "cut line", "no object", "misspelt column", "no text", "all held out"],
+)
+def test_dataset_that_cannot_be_used_is_named_with_its_line(scene: Scene, content: bytes, pieces: list[str]) -> None:
+    scene.data.write_bytes(content)
+    message = refusal(scene.cfg())
+    for piece in ["data.path", str(scene.data), *pieces]:
+        assert piece in message
+
+
+def test_dataset_missing_is_named(scene: Scene) -> None:
+    message = refusal(scene.cfg(data={"path": "nowhere.jsonl"}))
+    assert "data.path=nowhere.jsonl: no such file" in message and str(scene.folder) in message
+
+
+def test_held_out_prompts_missing_with_evaluation_on(scene: Scene) -> None:
+    message = refusal(scene.cfg(data={"eval_size": 0}))
+    for piece in [
+        "evaluation.every=1",
+        "no held-out prompts",
+        "data.eval_size",
+        "data.eval_path",
+        "evaluation.every=0",
+    ]:
+        assert piece in message
+    check(scene.cfg(data={"eval_size": 0}, evaluation=EvaluationConfig(every=0)))
+
+
+# The reward
+
+
+@pytest.mark.parametrize(
+    ("target", "pieces"),
+    [
+        ("nowhere_at_all.score", ["no module 'nowhere_at_all'", "installed packages or in"]),
+        ("preflight_rewards.fin", ["has no 'fin'", "did you mean 'fine'"]),
+        ("preflight_broken.score", ["importing preflight_broken failed", "no_such_package_at_all"]),
+        ("score", ["import path", "package.module.function"]),
+    ],
+)
+def test_reward_that_cannot_be_imported_is_named(scene: Scene, target: str, pieces: list[str]) -> None:
+    message = refusal(scene.cfg(reward={"_target_": target}))
+    for piece in [f"reward._target_={target}", *pieces]:
+        assert piece in message
+
+
+@pytest.mark.parametrize(("kind", "shown"), [("none", "None"), ("nan", "nan"), ("text", "'1.0' (str)")])
+def test_reward_that_returns_no_number_is_shown(scene: Scene, kind: str, shown: str) -> None:
+    message = refusal(scene.cfg(reward={"_target_": "preflight_rewards.value", "kwargs": {"kind": kind}}))
+    for piece in ["reward._target_=preflight_rewards.value", shown, "not a finite number"]:
+        assert piece in message
+
+
+def test_reward_that_raises_for_the_probe_is_a_warning_with_its_traceback(scene: Scene) -> None:
+    (warning,) = check(scene.cfg(reward={"_target_": "preflight_rewards.raises"})).warnings
+    assert "reward._target_=preflight_rewards.raises" in warning and "ValueError: no verdict" in warning
+
+
+# The run folder, the disk, and what is resumed
+
+
+def test_run_folder_that_cannot_be_written_is_named(scene: Scene) -> None:
+    (scene.folder / "file").write_text("")
+    run_dir = scene.folder / "file" / "run"  # below a regular file: not even root can write there
+    message = refusal(scene.cfg(run_dir=str(run_dir)))
+    for piece in [f"run_dir={run_dir}", "cannot be written", "run_dir=PATH"]:
+        assert piece in message
+
+
+def test_disk_too_small_for_a_checkpoint_gives_both_sizes(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(GIGABYTE, GIGABYTE - 1000, 1000))
+    message = refusal(scene.cfg())
+    for piece in ["0.0 GB free", "need 0.0 GB", "run_dir", "checkpoint.at_end=false", "checkpoint.export=false"]:
+        assert piece in message
+    assert not list((scene.folder / "runs").glob("*")), "a refused launch leaves a run folder behind"
+    cfg = scene.cfg()
+    cfg.checkpoint.at_end = cfg.checkpoint.export = False
+    check(cfg)  # without checkpoints it needs no room
+
+
+def test_disk_that_just_holds_a_checkpoint_and_the_export_is_enough(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parameters = sum(math.prod(shape) for shape in check(scene.cfg(name="first")).shapes.values())
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(GIGABYTE, 0, 16 * parameters))
+    check(scene.cfg())
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(GIGABYTE, 0, 16 * parameters - 1))
+    refusal(scene.cfg())
+
+
+def test_resume_path_that_is_no_checkpoint_is_named(scene: Scene) -> None:
+    (scene.folder / "thing").mkdir()
+    for path, piece in [("nowhere", "no such folder"), ("thing", "manifest.json")]:
+        message = refusal(scene.cfg(resume=path))
+        assert f"resume={path}: " in message and piece in message
+
+
+def test_resume_path_of_another_architecture_shows_both_shapes(scene: Scene) -> None:
+    folder = scene.checkpoint({"model.embed_tokens.weight": (64, 128)})
+    message = refusal(scene.cfg(resume=str(folder)))
+    for piece in [str(folder), "another architecture", "embed_tokens", "(64, 128)", "(64, 64)", "model.path"]:
+        assert piece in message
+
+
+def test_resume_path_of_a_model_with_fewer_layers_is_refused(scene: Scene) -> None:
+    shapes = check(scene.cfg(name="other")).shapes
+    folder = scene.checkpoint({name: shape for name, shape in shapes.items() if ".layers.1." not in name})
+    message = refusal(scene.cfg(resume=str(folder)))
+    for piece in [str(folder), "another architecture", "model.layers.1.", "nothing in the checkpoint"]:
+        assert piece in message
+
+
+def test_resume_path_of_another_configuration_shows_old_and_new(scene: Scene) -> None:
+    folder = scene.checkpoint(dict(check(scene.cfg(name="other")).shapes), seed=3)
+    message = refusal(scene.cfg(resume=str(folder)))
+    for piece in [f"resume={folder}", "seed: 3 -> 0", "checkpoint.force=true"]:
+        assert piece in message
