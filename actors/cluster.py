@@ -52,18 +52,7 @@ class Cluster:
         os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_worker_niceness="0", RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0")
         on_sigterm = signal.getsignal(signal.SIGTERM)
         try:
-            if self.own:
-                ray.init(
-                    num_cpus=self.cores,
-                    include_dashboard=False,
-                    log_to_driver=False,
-                    logging_level="error",
-                    _temp_dir=str(self.folder),
-                    object_store_memory=OBJECT_STORE_BYTES,
-                    namespace=self.run_id,
-                )
-            else:
-                self._join(str(cfg.address))
+            self._connect(cfg.address)
         except BaseException:
             self.stop()
             raise
@@ -72,14 +61,23 @@ class Cluster:
             if threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, on_sigterm)
 
-    def _join(self, address: str) -> None:
+    def _connect(self, address: str | None) -> None:
+        """Starts Ray on this machine, or joins the cluster at `address`. Raises ResourceError."""
+        settings: dict[str, Any] = {"address": address}
+        what = f"cluster.address={address}: no Ray cluster can be joined there"
+        if self.own:
+            what = "Ray could not be started on this machine"
+            settings = {
+                "num_cpus": self.cores,
+                "include_dashboard": False,
+                "_temp_dir": str(self.folder),
+                "object_store_memory": OBJECT_STORE_BYTES,
+            }
         try:
-            ray.init(address=address, log_to_driver=False, logging_level="error", namespace=self.run_id)
-        except Exception as error:  # by the reason: ConnectionError, RuntimeError, ValueError, AuthenticationError
+            ray.init(**settings, namespace=self.run_id, log_to_driver=False, logging_level="error")
+        except Exception as error:  # by the cause: ConnectionError, RuntimeError, ValueError, OSError, Exception itself
             reason = str(error).strip().splitlines()[-1:] or [type(error).__name__]
-            raise ResourceError(
-                f"cluster.address={address}: no Ray cluster can be joined there: {reason[0]}"
-            ) from error
+            raise ResourceError(f"{what}: {reason[0]}") from error
 
     def require(self, wanted: dict[str, float]) -> None:
         """Raises ResourceError when the cluster as a whole has less than `wanted`, listing both."""

@@ -41,6 +41,9 @@ def launch(task: Task, config_name: str = "train", doc: str | None = None) -> No
     except KeyboardInterrupt:  # before or after what the task itself cleans up
         print("interrupted", file=sys.stderr)
         code = 130
+    except Exception:  # printed here, and once: Ray and W&B both print it when it reaches the interpreter
+        traceback.print_exc()
+        code = 1
     sys.exit(code)
 
 

@@ -1,0 +1,223 @@
+"""Parts that fail while a run goes on: rewards, ranks, engines, resources, the disk, a stale build lock.
+
+Cases B33 (bad episodes), B37 (resources that are not there), B42 (full disk), B60 (build lock).
+"""
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.faults.runs import ENDLESS, Launch, Run, checkpoints, launcher, patience
+from tests.unit.rl.test_tracking import offline_folders, read_offline
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(600, method="signal")]
+
+NOTICED_S = 60.0
+CLEAN_S = 10.0
+
+# Of eight calls one raises, one returns NaN, one hangs; the others give 1.0. Empty completions are the launch's probe.
+REWARDS = '''
+import os, time
+
+def flaky(completion, record):
+    """Counts its calls in a file, as its process is killed when it hangs."""
+    if not completion:
+        return 1.0
+    with open("calls", "a+") as file:
+        file.write("x")
+        file.flush()
+        number = os.fstat(file.fileno()).st_size % 8
+    if number == 3:
+        raise ValueError(f"no verdict on {record['prompt']}")
+    if number == 5:
+        return float("nan")
+    if number == 7:
+        time.sleep(3600)
+    return 1.0
+
+def broken(completion, record):
+    raise ValueError("the grader is out of order")
+'''
+
+
+def reward(name: str) -> tuple[str, ...]:
+    return ("reward=function", f"reward._target_=verdicts.{name}", "reward.deadline_s=1.0")
+
+
+@pytest.fixture
+def rewards(work: Path) -> None:
+    (work / "verdicts.py").write_text(REWARDS)
+
+
+# One run with flaky rewards, started with stale build locks in its way: both are asked of it below.
+
+
+@pytest.fixture(scope="module")
+def flaky(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Iterator[Run]:
+    folder = tmp_path_factory.mktemp("flaky")
+    (folder / "work").mkdir()
+    (folder / "work" / "verdicts.py").write_text(REWARDS)
+    locks = stale_locks(folder / "extensions")
+    with launcher(folder / "work", tiny_folder) as launch:
+        run = launch("num_steps=2", *reward("flaky"), env={"TORCH_EXTENSIONS_DIR": str(folder / "extensions")})
+        run.wait(150)
+        assert all(path.exists() for path in locks), "the locks were not in the way until the end"
+        yield run
+
+
+def stale_locks(root: Path) -> list[Path]:
+    """The lock that a killed compilation leaves behind, for everything that DeepSpeed or torch might compile."""
+    names = ["deepspeed_shm_comm", "deepspeed_ccl_comm", "shm_comm", "cpu_adam", "fused_adam", "cpu_adagrad", "utils",
+             "cpu_lion", "async_io", "pin_memory", "quantizer", "dc", "not_implemented", "deepspeed_not_implemented",
+             "inline_extension"]  # fmt: skip
+    paths = [root / version / name / "lock" for version in ("", "py311_cpu") for name in names] + [root / "lock"]
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    return paths
+
+
+def test_stale_build_locks_do_not_hold_up_a_start(flaky: Run) -> None:  # B60
+    assert flaky.process.returncode == 0, flaky.err
+    assert flaky.status() == "finished"
+
+
+def test_rewards_that_fail_now_and_then_are_counted_and_left_out(flaky: Run) -> None:  # B33
+    assert flaky.process.returncode == 0, flaky.err
+    rows = flaky.rows()
+    assert [row["step"] for row in rows] == [1, 2]
+    for row in rows:  # 16 calls in a step: two of each kind of failure
+        assert row["rollout/num_failed"] == 6
+        assert row["rollout/num_reward_failed"] == 4 and row["rollout/num_reward_timeout"] == 2
+        assert row["reward/mean"] == 1.0, "a failure has become a reward"
+    assert flaky.summary()["reward_last"] == 1.0
+
+
+def test_rewards_that_fail_leave_their_traceback_in_rollouts_jsonl(flaky: Run) -> None:  # B33
+    samples = [json.loads(line) for line in (flaky.folder / "rollouts.jsonl").read_text().splitlines()]
+    failed = [row for row in samples if row["error"]]
+    assert {row["status"] for row in failed} == {"reward_failed", "reward_timeout"}
+    assert all(row["reward"] is None for row in failed)
+    errors = "\n".join(row["error"] for row in failed)
+    for piece in ["verdicts.py", "ValueError: no verdict on ", "not a finite number", "reward.deadline_s=1"]:
+        assert piece in errors
+    assert all(row["error"] == "" and row["reward"] == 1.0 for row in samples if row["status"] == "ok")
+
+
+def test_rewards_that_all_fail_stop_the_run_with_the_users_exception(launch: Launch, rewards: None) -> None:
+    run = launch(ENDLESS, *reward("broken"))
+    assert run.wait(100) == 1
+    since = time.monotonic()
+    assert run.err.count("error: ") == 1 and "all 16 trajectories" in run.err
+    assert "ValueError: the grader is out of order" in run.err
+    assert "Traceback" not in run.err and len(run.err.splitlines()) < 10, run.err
+    assert (run.status(), run.steps()) == ("failed", [])
+    assert "the grader is out of order" in run.summary()["error"]
+    run.wait_clean(since, CLEAN_S)
+
+
+# Dead processes
+
+
+def test_dead_rank_and_dead_engine_end_their_runs_by_name(launch: Launch) -> None:
+    """Two runs at once: in one the training rank is killed, in the other the only engine."""
+    victims = {"policy": launch(ENDLESS, name="rank"), "rollout": launch(ENDLESS, name="engine")}
+    since: dict[str, float] = {}
+    for role, run in victims.items():
+        run.wait_step(1)
+        (pid,) = run.pids(role)
+        os.kill(pid, signal.SIGKILL)
+        since[role] = time.monotonic()
+    for role, name in {"policy": "policy rank 0", "rollout": "rollout engine 0"}.items():
+        run = victims[role]
+        assert run.wait(NOTICED_S) == 1, run.err
+        run.wait_clean(time.monotonic(), CLEAN_S)
+        assert time.monotonic() < since[role] + patience(NOTICED_S)
+        assert run.err.startswith("error: ") and name in run.err and "phase " in run.err, run.err
+        assert "Traceback" not in run.err and "logs of the actors" in run.err
+        summary, steps = run.summary(), run.steps()
+        assert summary["status"] == "failed" and name in summary["error"] and summary["steps"] == steps[-1]
+        (folder,) = offline_folders(run.folder)
+        stored = read_offline(folder)
+        assert [row["train/step"] for row in stored["rows"]] == steps and stored["exit_code"] == 1
+
+
+# Resources
+
+
+def test_resources_that_the_cluster_lacks_are_listed_with_what_is_there(launch: Launch) -> None:  # B37
+    """Exit code 1: what a cluster has is known only once it is there, so this is no error of the configuration.
+
+    Three at once: too many CPUs, too many GPUs, and no cluster at all.
+    """
+    began = time.monotonic()
+    cases = {
+        launch("cluster.cpus_per_rank=4096", name="cpus"): ("CPU: wanted 4096, available ", "cpus_per_rank"),
+        launch("cluster.device=cuda", "cluster.gpus_per_rank=64", name="gpus"): ("GPU: wanted 65, ", "gpus_per_rank"),
+        launch("cluster.address=127.0.0.1:1", name="nobody"): ("cluster.address=127.0.0.1:1", "no Ray cluster"),
+    }
+    for run, pieces in cases.items():
+        assert run.wait(NOTICED_S) == 1, run.err
+        run.wait_clean(time.monotonic(), CLEAN_S)
+        for piece in [*pieces, "cluster.address"]:
+            assert piece in run.err, run.err
+        assert "Traceback" not in run.err and run.status() == "failed"
+    assert time.monotonic() < began + patience(NOTICED_S)
+
+
+# The disk
+
+
+@contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[bool]:
+    """Mounts a file system of this size on `folder`; gives whether that was allowed."""
+    folder.mkdir(parents=True)
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    allowed = shutil.which("mount") is not None and subprocess.run(command, capture_output=True).returncode == 0
+    try:
+        yield allowed
+    finally:
+        if allowed:
+            subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def test_disk_that_fills_up_stops_the_run_and_keeps_the_older_checkpoint(launch: Launch, tmp_path: Path) -> None:  # B42
+    with small_disk(tmp_path / "disk", "16m") as mounted:
+        run_dir = tmp_path / "disk" / "run"
+        run = launch(ENDLESS, "checkpoint.every=1", f"run_dir={run_dir}", "tracking=none")
+        run.folder = run_dir
+        run.wait_for("two checkpoints", lambda: len(checkpoints(run)) >= 2)
+        if mounted:
+            fill_up(tmp_path / "disk", leave=300_000)
+        else:  # no more than 300 kB in one file of the rank that writes the shards
+            resource.prlimit(run.pids("policy")[0], resource.RLIMIT_FSIZE, (300_000, 300_000))
+        assert run.wait(NOTICED_S) == 1, run.out
+        run.wait_clean(time.monotonic(), CLEAN_S)
+        reason = "No space left on device" if mounted else "File too large"
+        assert reason in run.err and "checkpoint" in run.err, run.err
+        assert "Traceback" not in run.err, run.err
+        assert run.status() == "failed" and reason in run.summary()["error"]
+        root = run_dir / "checkpoints"
+        assert not list(root.glob(".*")), "the half-written checkpoint is still there"
+        from actors.checkpoint import find_whole
+
+        newest, warnings = find_whole(root)
+        assert newest == checkpoints(run)[-1] and warnings == []
+        assert int(newest.name.removeprefix("step_")) >= run.last_step() - 1
+
+
+def fill_up(folder: Path, leave: int) -> None:
+    """Writes a file until only `leave` bytes are free in the file system of `folder`."""
+    with (folder / "ballast").open("wb") as file:
+        while (free := shutil.disk_usage(folder).free) > leave:
+            file.write(b"\0" * min(1 << 16, free - leave))
+            file.flush()
