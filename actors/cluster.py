@@ -20,6 +20,7 @@ from conf.schema import ClusterConfig, Device
 from rl.faults import ResourceError
 
 RUN_MARK = "TANDEM_RUN_ID"
+LONGEST_TEMPORARY_ROOT = 24
 OBJECT_STORE_BYTES = 512 << 20
 # Freed memory stays in the process, in huge pages: first touch of new memory costs ten times a copy, and a training
 # step frees and takes gigabytes. Measured on SmolLM2: a step of 14.2 s becomes 10.8 s.
@@ -46,7 +47,8 @@ class Cluster:
         self.cores = os.cpu_count() or 1
         self.run_id = secrets.token_hex(6)
         self.own = cfg.address is None
-        self.folder = Path(tempfile.mkdtemp(prefix=f"tandem-{self.run_id}-"))
+        self.folder = temporary_root() / f"tandem-{self.run_id}"
+        self.folder.mkdir(mode=0o700)
         os.environ[RUN_MARK] = self.run_id
         self._reaper = start_reaper(self.run_id, self.folder)
         os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_worker_niceness="0", RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0")
@@ -143,6 +145,12 @@ class Cluster:
         if self._reaper.stdin and not self._reaper.stdin.closed:
             self._reaper.stdin.close()
             self._reaper.wait(timeout=30)
+
+
+def temporary_root() -> Path:
+    """Where temporary folders go: /tmp when that path is long, as socket paths have at most 107 bytes."""
+    usual = Path(tempfile.gettempdir())
+    return usual if len(str(usual)) <= LONGEST_TEMPORARY_ROOT else Path("/tmp")
 
 
 def start_reaper(run_id: str, folder: Path) -> "subprocess.Popen[bytes]":

@@ -211,7 +211,7 @@ def ask(handle: EngineHandle, requests: list[Request]) -> list[Completion]:
     return completions(handle, requests)
 
 
-def is_silent(handle: EngineHandle, requests: list[Request], seconds: float = 1.5) -> bool:
+def is_silent(handle: EngineHandle, requests: list[Request], seconds: float = 0.7) -> bool:
     """Whether the engine takes the requests and answers none of them."""
     submit(handle, requests)
     return ray.get(handle.actor.collect.remote(seconds), timeout=ANSWER_S) == []

@@ -391,6 +391,31 @@ def test_missing_bucket_is_named_and_a_full_push_repairs(world: World, kind: str
     repaired(handles, policy, world.folders[f"{kind}-2"])
 
 
+@dataclass
+class Failing:
+    """A source that cannot pack bucket 1."""
+
+    policy: ActorPolicy
+
+    def pack(self, bucket: int) -> Future[int]:
+        if bucket == 0:
+            return self.policy.pack(bucket)
+        failed: Future[int] = Future()
+        failed.set_exception(RuntimeError("the trainer is gone"))
+        return failed
+
+    def probe(self, row: list[int]) -> Future[list[float]]:
+        return self.policy.probe(row)
+
+
+def test_update_left_half_done_is_given_up_by_the_next_push(world: World) -> None:
+    policy, _, num_buckets = bucketed(world, "tied", 1)
+    handles = world.handles("tied")
+    with pytest.raises(SyncError, match="phase pack bucket 1: trainer failed: the trainer is gone"):
+        push_of(Failing(policy), handles, num_buckets).push(6)
+    repaired(handles, policy, world.folders["tied-1"])
+
+
 def test_engine_with_other_weights_than_the_trainer_stays_paused(world: World) -> None:
     policy, _, num_buckets = bucketed(world, "tied", 1)
     handles = world.handles("tied")
