@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from actors.engine import MOMENTS, Engine
@@ -140,8 +140,12 @@ def publish(
             final.rename(replaced)
         aside.rename(final)
         sync_file(root)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(aside, ignore_errors=True)
+        if isinstance(error, OSError | SafetensorError):
+            raise CheckpointError(
+                f"checkpoint {final} could not be written: {error}; older ones are unchanged"
+            ) from error
         raise
     for left in root.glob(".*-step_*"):  # of this save, and of one that was killed
         shutil.rmtree(left)

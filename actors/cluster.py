@@ -1,9 +1,11 @@
 """The Ray cluster of a run: started here (and then stopped here) or joined; resources checked before anything waits."""
 
 import os
+import re
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +24,7 @@ from rl.faults import ResourceError
 RUN_MARK = "TANDEM_RUN_ID"
 LONGEST_TEMPORARY_ROOT = 24
 OBJECT_STORE_BYTES = 512 << 20
+JOIN_TIMEOUT_S = 10.0
 # Freed memory stays in the process, in huge pages: first touch of new memory costs ten times a copy, and a training
 # step frees and takes gigabytes. Measured on SmolLM2: a step of 14.2 s becomes 10.8 s.
 KEEP_MEMORY = (
@@ -76,6 +79,9 @@ class Cluster:
                 "object_store_memory": OBJECT_STORE_BYTES,
             }
         try:
+            if address is not None and (place := re.fullmatch(r"([^:/]+):(\d+)", address)):
+                # Ray itself would knock for a quarter of an hour.
+                socket.create_connection((place[1], int(place[2])), timeout=JOIN_TIMEOUT_S).close()
             ray.init(**settings, namespace=self.run_id, log_to_driver=False, logging_level="error")
         except Exception as error:  # by the cause: ConnectionError, RuntimeError, ValueError, OSError, Exception itself
             reason = str(error).strip().splitlines()[-1:] or [type(error).__name__]

@@ -40,6 +40,10 @@ def wait_all(refs: Sequence[Any], names: Sequence[str], phase: str, timeout_s: f
             results[index] = ray.get(done[0])
         except ray.exceptions.RayActorError as error:
             raise RoleDied(f"phase {phase}: the process of {names[index]} is gone: {error}") from error
+        except (
+            ray.exceptions.RayTaskError
+        ) as error:  # its text is the actor's traceback; the cause's is what went wrong
+            raise error.cause from error
     return results
 
 

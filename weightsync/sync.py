@@ -9,6 +9,9 @@ from rl.faults import SyncError
 from rl.roles import Metrics
 
 
+TRAINER = "policy rank 0"  # who answers for the source: every rank packs, and the first one owns the ring
+
+
 class Source(Protocol):
     """The policy's side. Calls return futures, so that packing and loading overlap."""
 
@@ -64,7 +67,7 @@ class WeightSync:
         transfer = time.monotonic()
         packed = self.source.pack(0)
         for bucket in range(self.num_buckets):
-            (checksum,) = self._all(f"pack bucket {bucket}", version, [packed], "trainer")
+            (checksum,) = self._all(f"pack bucket {bucket}", version, [packed], TRAINER)
             loading = [sink.load(bucket, checksum) for sink in self.sinks]
             if bucket + 1 < self.num_buckets:
                 packed = self.source.pack(bucket + 1)
@@ -86,7 +89,7 @@ class WeightSync:
     def _verify(self, version: int, ours: "Future[list[float]]") -> float:
         """Largest gap between engine and trainer on the probe row. Raises SyncError above the limit."""
         theirs = self._all("probe", version, [sink.probe(self.probe_row) for sink in self.sinks])
-        (expected,) = self._all("probe", version, [ours], "trainer")
+        (expected,) = self._all("probe", version, [ours], TRAINER)
         worst = 0.0
         for sink, found in zip(self.sinks, theirs, strict=True):
             gaps = [abs(a - b) for a, b in zip(expected, found, strict=False)]

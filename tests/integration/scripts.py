@@ -78,7 +78,7 @@ def start(script: str, folder: Path, *overrides: str, env: dict[str, str] | None
         process = subprocess.Popen(
             [sys.executable, str(ROOT / "scripts" / script), *overrides],
             cwd=folder,
-            env=inherited | (env or {}),
+            env=inherited | {"PYTHONPATH": str(ROOT)} | (env or {}),
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,

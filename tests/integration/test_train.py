@@ -11,9 +11,9 @@ import torch
 from scripts.prepare_model import PrepareError, prepare_smollm2
 from tests.integration.scripts import ROOT, Job, read_json, read_lines, run_folder, start, training_state
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
-RUN_S = 150.0  # longest run, on a busy machine
+RUN_S = 240.0  # longest run, on a busy machine
 PROMPTS, SAMPLES = 8, 4
 MISMATCH = 1e-5
 SMALL = (
@@ -23,6 +23,7 @@ SMALL = (
     "algo.num_mini_batches=1",
     "trainer.schedule=constant",
     "sft.num_steps=40",
+    "reward._target_=tests.integration.rewards.closeness",
     f"tracking.samples_per_step={PROMPTS * SAMPLES}",
 )
 TRACKED = ("tracking=offline", "algo.kl_coef=0.05")

@@ -411,7 +411,7 @@ class Failing:
 def test_update_left_half_done_is_given_up_by_the_next_push(world: World) -> None:
     policy, _, num_buckets = bucketed(world, "tied", 1)
     handles = world.handles("tied")
-    with pytest.raises(SyncError, match="phase pack bucket 1: trainer failed: the trainer is gone"):
+    with pytest.raises(SyncError, match="phase pack bucket 1: policy rank 0 failed: the trainer is gone"):
         push_of(Failing(policy), handles, num_buckets).push(6)
     repaired(handles, policy, world.folders["tied-1"])
 

@@ -92,7 +92,7 @@ def test_split_mini_batches_one_keeps_the_rows_in_order() -> None:
 
 
 def test_split_mini_batches_fewer_groups_than_mini_batches_names_both() -> None:
-    with pytest.raises(ValueError, match=r"2 groups .* algo.num_mini_batches=3"):
+    with pytest.raises(NoValidTrajectories, match=r"2 groups .* algo.num_mini_batches=3"):
         split_mini_batches(torch.tensor([0, 0, 1]), 3, (0,))
 
 

@@ -159,7 +159,7 @@ def test_push_failing_phase_names_engine_and_phase_and_resumes_nobody(call: str,
 def test_push_failing_trainer_is_named_and_resumes_nobody(call: str, phase: str) -> None:
     bench = Bench()
     bench.source.answers[call] = broken(RuntimeError("gone"))
-    with pytest.raises(SyncError, match=f"phase {phase}: trainer failed: gone"):
+    with pytest.raises(SyncError, match=f"phase {phase}: policy rank 0 failed: gone"):
         bench.sync.push(4)
     assert not bench.resumed
 
