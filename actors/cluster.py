@@ -1,5 +1,6 @@
 """The Ray cluster of a run: started here (and then stopped here) or joined; resources checked before anything waits."""
 
+import contextlib
 import os
 import re
 import secrets
@@ -138,11 +139,12 @@ class Cluster:
         return address
 
     def save_logs(self, target: Path) -> None:
-        """Copies the workers' output into `target`."""
+        """Copies the workers' output into `target`; what cannot be written there, on a full disk, is left out."""
         for source in sorted(self.folder.glob("session_2*/logs/worker-*.[eo][ru][rt]")):
             if source.stat().st_size:
-                target.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(source, target / source.name)
+                with contextlib.suppress(OSError):
+                    target.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(source, target / source.name)
 
     def stop(self) -> None:
         """Ends what this run started; a cluster that it joined survives. Idempotent."""

@@ -145,7 +145,8 @@ class ActorPolicy:
                             num_action_tokens=part.num_action_tokens,
                             lr=lr,
                             version=int(batch.version.max()),
-                            mismatch_limit=cfg.rollout.mismatch_bound if fused else None,
+                            # samples of older weights differ because the policy has moved since
+                            mismatch_limit=cfg.rollout.mismatch_bound if fused and cfg.max_lag == 0 else None,
                         )
                     )
         results = self.group.call("update", [(updates,) for updates in per_rank])

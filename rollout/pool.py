@@ -6,6 +6,7 @@ completions and rewards. Lag is a number here, not a second trainer.
 
 import asyncio
 import hashlib
+import math
 import random
 import threading
 import traceback
@@ -87,14 +88,14 @@ class RolloutPool:
 
     def next_groups(self, count: int) -> list[Group]:
         """As rl.roles.Rollouts. Raises RoleTimeout when they do not come, RoleDied when every engine is gone."""
-        groups = self._wait(self._take(count), self._limit_s())
+        groups = self._wait(self._take(count), self._limit_s(count * self.cfg.samples_per_prompt))
         if self.cfg.reward.shuffle:
             shuffle_rewards(groups, seed=self.cfg.seed * 1_000_003 + groups[0].position)
         return groups
 
     def sample(self, prompts: Sequence[Prompt], sampling: Sampling, samples: int) -> list[list[Trajectory]]:
         """As rl.roles.Rollouts; request seeds derive from `sampling.seed`, the prompt and the sample."""
-        return self._wait(self._sample(prompts, sampling, samples), self._limit_s())
+        return self._wait(self._sample(prompts, sampling, samples), self._limit_s(len(prompts) * samples))
 
     def close(self) -> None:
         """Ends the loop's thread; idempotent."""
@@ -132,7 +133,7 @@ class RolloutPool:
 
     def _require_living(self) -> None:
         if len(self._dead) == len(self.engines):
-            raise RoleDied("every rollout engine is gone:\n  " + "\n  ".join(self._dead.values()))
+            raise RoleDied("phase rollout: every rollout engine is gone:\n  " + "\n  ".join(self._dead.values()))
 
     async def _sample(self, prompts: Sequence[Prompt], sampling: Sampling, samples: int) -> list[list[Trajectory]]:
         batches: list[list[Request]] = [[] for _ in self.engines]
@@ -252,8 +253,10 @@ class RolloutPool:
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    def _limit_s(self) -> float:
-        return self.cfg.rollout.deadline_s + self.cfg.reward.deadline_s * self.cfg.samples_per_prompt + 2 * GRACE_S
+    def _limit_s(self, samples: int) -> float:
+        """How long the completions and, one after another in each reward process, the rewards of `samples` may take."""
+        in_line = math.ceil(samples / self.cfg.reward.num_workers)
+        return self.cfg.rollout.deadline_s + self.cfg.reward.deadline_s * in_line + 2 * GRACE_S
 
     def _wait(self, work: Coroutine[Any, Any, Any], timeout_s: float) -> Any:
         future = self._spawn(work)
@@ -262,7 +265,8 @@ class RolloutPool:
         except TimeoutError:
             future.cancel()
             raise RoleTimeout(
-                f"phase rollout: no answer from the engines in {timeout_s:g} s; {len(self._waiting)} requests are open"
+                f"phase rollout: engines and reward processes were not done in {timeout_s:g} s; "
+                f"{len(self._waiting)} requests to the engines are open"
             ) from None
 
 

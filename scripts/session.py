@@ -6,7 +6,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
@@ -112,14 +112,21 @@ class Session:
                     peak_rss_bytes=peak.stop() if peak else None,
                     error=error,
                 )
-                write_json(self.start.run_dir / "summary.json", summary)
+                self._write("summary.json", lambda path: write_json(path, summary))
         self.view.close()
-        plot_reward(self.tracker.history, self.start.run_dir / "reward.png")
+        self._write("reward.png", lambda path: plot_reward(self.tracker.history, path))
         self.view.console.print(final_table(summary))
         if code == 1:
             print(f"error: {error}\nlogs of the actors: {self.start.run_dir / 'logs'}", file=sys.stderr)
         self.tracker.finish(code)
         return code
+
+    def _write(self, name: str, write: Callable[[Path], object]) -> None:
+        """Writes a closing record. A full disk costs that record, and not the message of what has ended the run."""
+        try:
+            write(self.start.run_dir / name)
+        except OSError as error:
+            self.view.message(f"{name} could not be written: {error}")
 
     def _start_cluster(self, stack: ExitStack) -> Cluster:
         cfg = self.cfg.cluster
@@ -197,9 +204,13 @@ class Session:
         if self.cfg.sft.num_steps == 0:
             return self.cfg.model.path
         out = self.start.run_dir / "sft"
-        if not out.is_dir():
+        config = to_dict(self.cfg)
+        made_from = {key: config[key] for key in ("sft", "data", "model", "seed")}
+        stamp = out / "tandem_sft.json"
+        if not stamp.exists() or json.loads(stamp.read_text()) != made_from:
             with self.view.phase("warm start"):
                 result = warm_start(self.cfg, cluster, self.prepared, out, self.view.message)
+            write_json(stamp, made_from)
             self.view.message(f"warm start: loss {result['sft/loss']:.3f} in {result['sft/seconds']:.0f} s")
         return str(out)
 

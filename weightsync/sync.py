@@ -8,7 +8,6 @@ from typing import Any, Protocol
 from rl.faults import SyncError
 from rl.roles import Metrics
 
-
 TRAINER = "policy rank 0"  # who answers for the source: every rank packs, and the first one owns the ring
 
 

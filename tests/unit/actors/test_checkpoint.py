@@ -151,7 +151,7 @@ def test_publish_failure_leaves_older_ones_and_no_half_folder(
 
 def test_publish_failure_while_replacing_leaves_the_old_content(root: Path, model_path: Path) -> None:
     older = save(root, model_path, 1)
-    with pytest.raises(CheckpointError, match="step_000001 could not be written: .*No space left on device"):
+    with pytest.raises(CheckpointError, match=r"step_000001 could not be written: .*No space left on device"):
         save(root, model_path, 1, write=full_disk)
     verify(older)
 

@@ -351,6 +351,29 @@ def test_reward_that_raises_is_a_status_with_its_error(make_pool: MakePool) -> N
     assert bad.valid == []
 
 
+class OneAtATime:
+    """A slow reward process: calls wait in line."""
+
+    def __init__(self) -> None:
+        self.line = asyncio.Lock()
+
+    async def score(self, completion: str, record: dict[str, Any]) -> Scored:
+        async with self.line:
+            await asyncio.sleep(0.05)
+            return Scored(reward=1.0, status=Status.ok)
+
+
+def test_next_groups_waits_for_rewards_that_stand_in_line(make_pool: MakePool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 rewards, each within its deadline, one after another: no reason to give up."""
+    monkeypatch.setattr(pool_module, "GRACE_S", 0.0)
+    engine = ScriptedEngine()
+    cfg = small(rollout={"deadline_s": 0.3}, reward={"deadline_s": 0.1}, prompts_per_step=8)
+    pool = make_pool(cfg, engine, scorer=OneAtATime())
+    pool.start(0, version=0)
+    finish_all(engine)
+    assert [len(group.valid) for group in pool.next_groups(8)] == [2] * 8
+
+
 class StuckScorer:
     async def score(self, completion: str, record: dict[str, Any]) -> Scored:
         await asyncio.Event().wait()
@@ -364,7 +387,7 @@ def test_next_groups_that_never_come_time_out(make_pool: MakePool, monkeypatch: 
     pool = make_pool(cfg, engine, scorer=StuckScorer())
     pool.start(0, version=0)
     finish_all(engine)
-    with pytest.raises(RoleTimeout, match="phase rollout: no answer from the engines"):
+    with pytest.raises(RoleTimeout, match="phase rollout: engines and reward processes were not done"):
         pool.next_groups(2)
 
 
