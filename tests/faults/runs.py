@@ -35,9 +35,10 @@ SMALL = (
     "data.size=64",
     "data.eval_size=0",
     "checkpoint=none",
-    "tracking=offline",
+    "tracking=none",
 )
 ENDLESS = "num_steps=100000"
+WANDB = "tracking=offline"
 
 
 class Run:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.runs import ENDLESS, Launch, Run, checkpoints, launcher, patience
+from tests.faults.runs import ENDLESS, WANDB, Launch, Run, checkpoints, launcher, patience
 from tests.unit.rl.test_tracking import offline_folders, read_offline
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(600, method="signal")]
@@ -53,25 +53,31 @@ def reward(name: str) -> tuple[str, ...]:
     return ("reward=function", f"reward._target_=verdicts.{name}", "reward.deadline_s=1.0")
 
 
-@pytest.fixture
-def rewards(work: Path) -> None:
-    (work / "verdicts.py").write_text(REWARDS)
-
-
-# One run with flaky rewards, started with stale build locks in its way: both are asked of it below.
+# Two runs at once: one with flaky rewards and stale build locks in its way, one whose rewards all fail.
 
 
 @pytest.fixture(scope="module")
-def flaky(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Iterator[Run]:
-    folder = tmp_path_factory.mktemp("flaky")
+def ended(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Iterator[dict[str, Run]]:
+    folder = tmp_path_factory.mktemp("rewards")
     (folder / "work").mkdir()
     (folder / "work" / "verdicts.py").write_text(REWARDS)
     locks = stale_locks(folder / "extensions")
     with launcher(folder / "work", tiny_folder) as launch:
-        run = launch("num_steps=2", *reward("flaky"), env={"TORCH_EXTENSIONS_DIR": str(folder / "extensions")})
-        run.wait(150)
+        env = {"TORCH_EXTENSIONS_DIR": str(folder / "extensions")}
+        runs = {
+            "flaky": launch("num_steps=2", *reward("flaky"), name="flaky", env=env),
+            "broken": launch(ENDLESS, *reward("broken"), name="broken"),
+        }
+        for run in runs.values():
+            run.wait(150)
+            run.wait_clean(time.monotonic(), CLEAN_S)
         assert all(path.exists() for path in locks), "the locks were not in the way until the end"
-        yield run
+        yield runs
+
+
+@pytest.fixture
+def flaky(ended: dict[str, Run]) -> Run:
+    return ended["flaky"]
 
 
 def stale_locks(root: Path) -> list[Path]:
@@ -113,16 +119,14 @@ def test_rewards_that_fail_leave_their_traceback_in_rollouts_jsonl(flaky: Run) -
     assert all(row["error"] == "" and row["reward"] == 1.0 for row in samples if row["status"] == "ok")
 
 
-def test_rewards_that_all_fail_stop_the_run_with_the_users_exception(launch: Launch, rewards: None) -> None:
-    run = launch(ENDLESS, *reward("broken"))
-    assert run.wait(100) == 1
-    since = time.monotonic()
+def test_rewards_that_all_fail_stop_the_run_with_the_users_exception(ended: dict[str, Run]) -> None:
+    run = ended["broken"]
+    assert run.process.returncode == 1
     assert run.err.count("error: ") == 1 and "all 16 trajectories" in run.err
     assert "ValueError: the grader is out of order" in run.err
     assert "Traceback" not in run.err and len(run.err.splitlines()) < 10, run.err
     assert (run.status(), run.steps()) == ("failed", [])
     assert "the grader is out of order" in run.summary()["error"]
-    run.wait_clean(since, CLEAN_S)
 
 
 # Dead processes
@@ -130,7 +134,7 @@ def test_rewards_that_all_fail_stop_the_run_with_the_users_exception(launch: Lau
 
 def test_dead_rank_and_dead_engine_end_their_runs_by_name(launch: Launch) -> None:
     """Two runs at once: in one the training rank is killed, in the other the only engine."""
-    victims = {"policy": launch(ENDLESS, name="rank"), "rollout": launch(ENDLESS, name="engine")}
+    victims = {"policy": launch(ENDLESS, WANDB, name="rank"), "rollout": launch(ENDLESS, WANDB, name="engine")}
     since: dict[str, float] = {}
     for role, run in victims.items():
         run.wait_step(1)
@@ -193,7 +197,7 @@ def small_disk(folder: Path, size: str) -> Iterator[bool]:
 def test_disk_that_fills_up_stops_the_run_and_keeps_the_older_checkpoint(launch: Launch, tmp_path: Path) -> None:  # B42
     with small_disk(tmp_path / "disk", "16m") as mounted:
         run_dir = tmp_path / "disk" / "run"
-        run = launch(ENDLESS, "checkpoint.every=1", f"run_dir={run_dir}", "tracking=none")
+        run = launch(ENDLESS, "checkpoint.every=1", f"run_dir={run_dir}")
         run.folder = run_dir
         run.wait_for("two checkpoints", lambda: len(checkpoints(run)) >= 2)
         if mounted:

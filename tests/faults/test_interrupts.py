@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults.runs import ENDLESS, Launch, Run, checkpoints, patience
+from tests.faults.runs import ENDLESS, WANDB, Launch, Run, checkpoints, patience
 from tests.unit.rl.test_tracking import offline_folders, read_offline
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(600, method="signal")]
@@ -45,7 +45,7 @@ def require_ended(run: Run, code: int, since: float) -> None:
 
 
 def test_two_runs_at_once_ended_by_ctrl_c_and_sigterm_do_not_disturb_each_other(launch: Launch) -> None:
-    first, second = launch(ENDLESS, name="first"), launch(ENDLESS, name="second")
+    first, second = launch(ENDLESS, WANDB, name="first"), launch(ENDLESS, WANDB, name="second")
     first.wait_step(2)
     second.wait_step(2)
     assert first.run_id != second.run_id and first.sockets and second.sockets
@@ -60,7 +60,7 @@ def test_two_runs_at_once_ended_by_ctrl_c_and_sigterm_do_not_disturb_each_other(
 
 def test_sigkill_in_a_save_then_the_same_command_resumes_from_the_last_whole_checkpoint(launch: Launch) -> None:
     """SIGKILL cleans up; the command starts again at once, behind a half-written and a truncated checkpoint."""
-    command = (ENDLESS, "checkpoint.every=1", "checkpoint.keep=3")
+    command = (ENDLESS, WANDB, "checkpoint.every=1", "checkpoint.keep=3")
     killed = launch(*command)
     killed.wait_for("two checkpoints", lambda: len(checkpoints(killed)) >= 2)
     killed.observe()
@@ -196,7 +196,7 @@ def test_cluster_that_was_joined_survives(launch: Launch, cluster: ForeignCluste
     """Two runs on it at once: one finishes its single step, the other gets a Ctrl-C."""
     before = cluster.ask(20)
     join = f"cluster.address={cluster.address}"
-    endless = launch(ENDLESS, join, "cluster.cpus_per_engine=0.5", name="endless", env=OPEN)
+    endless = launch(ENDLESS, WANDB, join, "cluster.cpus_per_engine=0.5", name="endless", env=OPEN)
     single = launch("num_steps=1", join, "cluster.cpus_per_engine=0.5", name="single", env=OPEN)
     assert single.wait(100) == 0, single.err
     since = time.monotonic()
