@@ -50,7 +50,7 @@ COMPARED = ("sgd", "adamw", "sgd_fused")
 
 
 def config(recipe: str, stage: int = 1, ranks: int = 1, **trainer: Any) -> Config:
-    cut = {"micro_batch_tokens": 48, "logprob_chunk_tokens": 7, "num_threads": 1, "zero_stage": stage}
+    cut = {"micro_batch_tokens": 96, "logprob_chunk_tokens": 20, "num_threads": 1, "zero_stage": stage}
     made = RECIPES[recipe]
     return make_cfg(
         algo=made["algo"],
