@@ -20,6 +20,7 @@ case "$1 $2" in
   "-V "*) echo "Python VERSION" ;;
   "-c "*version_info*) [ "VERSION" = 3.11.9 ] ;;
   "-c "*ensurepip*) exit VENV ;;
+  "-c "*vllm*) echo "the index is not there"; exit "${IMPORTS:-0}" ;;
   "-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
   "-m pip")
     case "$*" in
@@ -171,7 +172,12 @@ def test_moved_folder_installs_again(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize(
-    ("step", "done"), [("PIP_REQUIREMENTS", ["packages"]), ("PIP_PROJECT", ["packages", "project"])]
+    ("step", "done"),
+    [
+        ("PIP_REQUIREMENTS", ["packages"]),
+        ("PIP_PROJECT", ["packages", "project"]),
+        ("IMPORTS", ["packages", "project"]),
+    ],
 )
 def test_failed_install_shows_the_end_of_the_log_and_is_tried_again(scene: Scene, step: str, done: list[str]) -> None:
     result = scene.setup(**{step: "1"})
