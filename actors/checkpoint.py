@@ -2,7 +2,9 @@
 
     step_000020/
       manifest.json          format, step, tensors (name, shape, file), files (bytes, crc32), run state, configuration
-      shard-00000.safetensors ...    fp32 master, exp_avg, exp_avg_sq of whole parameters, under "<name>|<kind>"
+      policy-00000-00000.safetensors ...    fp32 master, exp_avg, exp_avg_sq of whole parameters, under "<name>|<kind>"
+      critic-00000-00000.safetensors ...    the same of the critic, where there is one
+      reference/             the reference policy as a Hugging Face folder, once it is no longer the first one
       model/                 config.json and tokenizer, so that the checkpoint can be evaluated and exported by itself
 
 No file knows the ZeRO stage or the number of ranks that wrote it. A folder without a manifest is not a checkpoint.
@@ -25,7 +27,7 @@ from actors.engine import MOMENTS, Engine
 from rl.faults import CheckpointError
 from rl.run_folder import write_json
 
-FORMAT = 1
+FORMAT = 2
 # Bytes after which a rank begins a new shard file: bounds the memory that a save needs.
 SHARD_BYTES = 1 << 30
 SEPARATOR = "|"
@@ -43,18 +45,19 @@ MODEL_FILES = (
 )
 
 
-def write_shards(folder: Path, engine: Engine, rank: int, world: int) -> list[dict[str, Any]]:
-    """Writes the parameters that fall to this rank, whole; returns [{file, nbytes, crc, tensors}]. Collective."""
+def write_shards(folder: Path, role: str, engine: Engine, rank: int, world: int) -> list[dict[str, Any]]:
+    """Writes the parameters that fall to this rank, whole; returns [{role, file, nbytes, crc, tensors}]. Collective."""
     pending: dict[str, torch.Tensor] = {}
     entries: list[dict[str, Any]] = []
 
     def flush() -> None:
         if pending:
-            path = folder / f"shard-{rank:05d}-{len(entries):05d}.safetensors"
+            path = folder / f"{role}-{rank:05d}-{len(entries):05d}.safetensors"
             save_file(pending, path)
             sync_file(path)
             shapes = {name: list(tensor.shape) for name, tensor in pending.items()}
-            entries.append({"file": path.name, "nbytes": path.stat().st_size, "crc": file_crc(path), "tensors": shapes})
+            size, crc = path.stat().st_size, file_crc(path)
+            entries.append({"role": role, "file": path.name, "nbytes": size, "crc": crc, "tensors": shapes})
             pending.clear()
 
     for index, (name, state) in enumerate(engine.full_state()):
@@ -67,13 +70,13 @@ def write_shards(folder: Path, engine: Engine, rank: int, world: int) -> list[di
     return entries
 
 
-def read_shards(folder: Path, engine: Engine) -> None:
-    """Loads every parameter's master weights and moments, and the optimizer's step. Collective.
+def read_shards(folder: Path, role: str, engine: Engine) -> None:
+    """Loads every parameter's master weights and moments of a role, and its optimizer's step. Collective.
 
     Raises CheckpointError when a tensor is missing, or shapes or optimizer are not this engine's.
     """
     manifest = read_manifest(folder)
-    place = {name: entry["file"] for entry in manifest["files"] for name in entry["tensors"]}
+    place = {name: entry["file"] for entry in files_of(manifest, role) for name in entry["tensors"]}
     kinds = ("master", *MOMENTS[engine.spec.kind])
     saved = {name.split(SEPARATOR)[0]: None for name in place}
     shapes = engine.shapes()
@@ -98,7 +101,15 @@ def read_shards(folder: Path, engine: Engine) -> None:
                     f"{folder}: {name} has shape {tuple(state[kind].shape)}, this model's has {shape}"
                 )
         engine.set_full_state(name, state)
-    engine.set_optimizer_step(manifest["moments_step"])
+    engine.set_optimizer_step(manifest["roles"][role]["optimizer_step"])
+
+
+def files_of(manifest: Mapping[str, Any], role: str) -> list[dict[str, Any]]:
+    """The files of one role. Raises CheckpointError when there are none."""
+    found = [entry for entry in manifest["files"] if entry["role"] == role]
+    if not found:
+        raise CheckpointError(f"the checkpoint of step {manifest['step']} holds no {role}; it was saved without one")
+    return found
 
 
 def publish(
@@ -109,6 +120,7 @@ def publish(
     config: Mapping[str, Any],
     model_path: Path,
     keep: int,
+    reference: Path | None = None,
 ) -> Path:
     """Makes checkpoint `root/step_<step>`: `write(folder) -> (entries, extra)` has the ranks write their shards aside.
 
@@ -122,6 +134,8 @@ def publish(
     try:
         entries, extra = write(aside)
         copy_model_files(model_path, aside / "model")
+        if reference is not None:
+            shutil.copytree(reference, aside / "reference", copy_function=link_or_copy)
         for entry in entries:
             verify_file(aside, entry)
         write_json(
@@ -209,6 +223,14 @@ def verify_file(folder: Path, entry: Mapping[str, Any]) -> None:
         )
 
 
+def link_or_copy(source: str, target: str) -> None:
+    """A hard link where the file system allows it: the folder is written once and never changed."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
 def copy_model_files(source: Path, target: Path) -> None:
     """Copies configuration and tokenizer of a Hugging Face folder, without its weights."""
     target.mkdir(parents=True)
@@ -222,7 +244,7 @@ def export_hf(folder: Path, out: Path) -> Path:
     manifest = read_manifest(folder)
     dtype = getattr(torch, manifest["config"]["trainer"]["dtype"])
     weights: dict[str, torch.Tensor] = {}
-    for entry in manifest["files"]:
+    for entry in files_of(manifest, "policy"):
         with safe_open(folder / entry["file"], framework="pt") as tensors:
             for key in entry["tensors"]:
                 name, kind = key.split(SEPARATOR)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from conf.schema import Dtype, Optimizer
+from conf.schema import Dtype, Optimizer, TrainerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +25,18 @@ class OptimizerSpec:
     eps: float
     weight_decay: float
     grad_clip: float
+
+
+def optimizer_spec(trainer: TrainerConfig) -> OptimizerSpec:
+    """The optimizer that the configuration describes."""
+    return OptimizerSpec(
+        kind=trainer.optimizer,
+        beta1=trainer.beta1,
+        beta2=trainer.beta2,
+        eps=trainer.eps,
+        weight_decay=trainer.weight_decay,
+        grad_clip=trainer.grad_clip,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

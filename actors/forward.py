@@ -15,10 +15,11 @@ LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling", 
 
 
 class Scorer(torch.nn.Module):
-    """A causal language model whose forward gives (logprobs, entropy), each [B, T] float32, of a Batch.
+    """A causal language model whose forward gives (logprobs, entropy[, divergence]), each [B, T] float32, of a Batch.
 
-    Both are 0 where `action_mask` is False. Log-probabilities are of the sampling distribution: logits / temperature.
-    Entropy carries no gradient. One module, so that DeepSpeed sees one forward for each micro-batch.
+    All are 0 where `action_mask` is False. Log-probabilities are of the sampling distribution: logits / temperature.
+    The third, only where the batch holds `teacher_ids`, is the reverse KL of each token to the teacher's distribution.
+    One module with plain tensors as results, so that DeepSpeed sees one forward for each micro-batch.
     """
 
     def __init__(self, lm: Any, temperature: float, layout: Layout):
@@ -29,21 +30,66 @@ class Scorer(torch.nn.Module):
 
     def forward(
         self, batch: Batch, num_chunks: int, temperature: float | None = None, layout: Layout | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, ...]:
         base = getattr(self.lm, self.lm.base_model_prefix)
-        head = self.lm.get_output_embeddings()
-        if (layout or self.layout) is Layout.padded:
-            hidden = padded_hidden(base, batch)
-        else:
-            hidden = shared_prefix_hidden(base, self.lm.config, batch)
-        targets = batch.tokens[batch.action_mask]
-        logprobs, entropy = chunked_logprobs(hidden, targets, head, temperature or self.temperature, num_chunks)
-        return scatter(logprobs, batch.action_mask), scatter(entropy, batch.action_mask)
+        hidden = hidden_states(base, self.lm.config, batch, layout or self.layout)
+        mask = batch.action_mask
+        teacher = None
+        if batch.teacher_ids is not None and batch.teacher_topk is not None:
+            teacher = (batch.teacher_ids[mask], batch.teacher_topk[mask])
+        head, scale = self.lm.get_output_embeddings(), temperature or self.temperature
+        found = chunked_scores(hidden, batch.tokens[mask], head, scale, num_chunks, teacher)
+        return tuple(scatter(values, mask) for values in found)
+
+
+class TopScorer(torch.nn.Module):
+    """A causal language model whose forward gives its k likeliest tokens at each place: ids and logprobs [B, T, k]."""
+
+    def __init__(self, lm: Any, temperature: float, layout: Layout, top_k: int):
+        super().__init__()
+        self.lm, self.temperature, self.layout, self.top_k = lm, temperature, layout, top_k
+
+    def forward(self, batch: Batch, num_chunks: int) -> tuple[torch.Tensor, torch.Tensor]:
+        base = getattr(self.lm, self.lm.base_model_prefix)
+        hidden, head = hidden_states(base, self.lm.config, batch, self.layout), self.lm.get_output_embeddings()
+        parts = [
+            (head(part).float() / self.temperature).log_softmax(-1).topk(self.top_k)
+            for part in hidden.split(max(1, -(-len(hidden) // num_chunks)))
+        ]
+        shape = (*batch.tokens.shape, self.top_k)
+        ids, logprobs = torch.zeros(shape, dtype=torch.long), torch.zeros(shape)
+        ids[batch.action_mask] = torch.cat([p.indices for p in parts]).cpu()
+        logprobs[batch.action_mask] = torch.cat([p.values for p in parts]).cpu()
+        return ids, logprobs
+
+
+class ValueScorer(torch.nn.Module):
+    """A causal language model's body with a value head: forward gives V [B, T] of the state before each action token.
+
+    The head starts at zero: the first values are 0, whatever the body.
+    """
+
+    def __init__(self, body: Any, layout: Layout):
+        super().__init__()
+        self.body = body
+        self.value_head = torch.nn.Linear(body.config.hidden_size, 1, dtype=next(body.parameters()).dtype)
+        torch.nn.init.zeros_(self.value_head.weight)
+        torch.nn.init.zeros_(self.value_head.bias)
+        self.layout = layout
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        hidden = hidden_states(self.body, self.body.config, batch, self.layout)
+        return scatter(self.value_head(hidden)[:, 0].float(), batch.action_mask)
 
 
 def scatter(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """[N] and [B, T] bool with N True -> [B, T], zero elsewhere; differentiable."""
     return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).masked_scatter(mask, values)
+
+
+def hidden_states(base: torch.nn.Module, config: Any, batch: Batch, layout: Layout) -> torch.Tensor:
+    """Hidden states [N, H] that predict the action tokens, in row-major order."""
+    return padded_hidden(base, batch) if layout is Layout.padded else shared_prefix_hidden(base, config, batch)
 
 
 def padded_hidden(base: torch.nn.Module, batch: Batch) -> torch.Tensor:
@@ -99,44 +145,102 @@ def shared_prefix_hidden(base: torch.nn.Module, config: Any, batch: Batch) -> to
     return picked
 
 
-def chunked_logprobs(
-    hidden: torch.Tensor, targets: torch.Tensor, head: torch.nn.Module, temperature: float, num_chunks: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """hidden [N, H], targets [N] -> log-probabilities and entropies [N] float32.
+def chunked_scores(
+    hidden: torch.Tensor,
+    targets: torch.Tensor,
+    head: torch.nn.Module,
+    temperature: float,
+    num_chunks: int,
+    teacher: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> list[torch.Tensor]:
+    """hidden [N, H], targets [N] -> log-probabilities, entropies (and divergences) [N] float32.
 
-    The head runs on ceil(N / num_chunks) tokens at a time, and again in the backward pass, so that logits
-    [tokens, vocabulary] exist for one chunk only. Exactly `num_chunks` calls of `head`, padded with zeros if need be.
+    `teacher`: ids and log-probabilities [N, k] of its likeliest tokens. The head runs on ceil(N / num_chunks) tokens at
+    a time, and again in the backward pass, so that logits [tokens, vocabulary] exist for one chunk only. Exactly
+    `num_chunks` calls of `head`, padded with zeros if need be.
     """
     count = len(targets)
     size = max(1, -(-count // num_chunks))
+    inputs = [hidden, targets, *(teacher or ())]
     missing = size * num_chunks - count
-    hidden = torch.nn.functional.pad(hidden, (0, 0, 0, missing))
-    targets = torch.nn.functional.pad(targets, (0, missing))
+    padded = [torch.nn.functional.pad(x, (0, 0) * (x.dim() - 1) + (0, missing)) for x in inputs]
+    score = one_chunk if teacher is None else one_chunk_against_teacher
     parts = [
-        checkpoint(one_chunk, h, t, head, temperature, use_reentrant=False)
-        for h, t in zip(hidden.split(size), targets.split(size), strict=True)
+        checkpoint(score, head, temperature, *chunk, use_reentrant=False)
+        for chunk in zip(*(x.split(size) for x in padded), strict=True)
     ]
-    logprobs, entropy = zip(*parts, strict=True)
-    return torch.cat(logprobs)[:count], torch.cat(entropy)[:count]
+    return [torch.cat(column)[:count] for column in zip(*parts, strict=True)]
 
 
 def one_chunk(
-    hidden: torch.Tensor, targets: torch.Tensor, head: torch.nn.Module, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability of each target and entropy of each distribution, in fp32.
+    head: torch.nn.Module, temperature: float, hidden: torch.Tensor, targets: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Log-probability of each target and entropy of each distribution, in fp32."""
+    logits = at_least_fp32(head(hidden))
+    if temperature != 1.0:
+        logits = logits / temperature
+    found: tuple[torch.Tensor, ...] = TokenScores.apply(logits, targets)
+    return found
 
+
+def one_chunk_against_teacher(
+    head: torch.nn.Module,
+    temperature: float,
+    hidden: torch.Tensor,
+    targets: torch.Tensor,
+    teacher_ids: torch.Tensor,
+    teacher_logprobs: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    """As `one_chunk`, and the reverse KL to the teacher: sum of p (log p - log q) over its likeliest tokens, and over
+    all others together as one outcome. Equal to the whole KL when they are the whole vocabulary, never above it."""
+    every = (at_least_fp32(head(hidden)) / temperature).log_softmax(-1)
+    entropy = -torch.linalg.vecdot(every.exp(), every)
+    ours = every.gather(-1, teacher_ids)
+    divergence = (ours.exp() * (ours - teacher_logprobs)).sum(-1)
+    if teacher_ids.shape[-1] < every.shape[-1]:
+        tiny = torch.finfo(torch.float32).eps
+        rest, their_rest = ((1 - x.exp().sum(-1)).clamp(min=tiny) for x in (ours, teacher_logprobs))
+        divergence = divergence + rest * (rest.log() - their_rest.log())
+    return every.gather(-1, targets[:, None])[:, 0], entropy, divergence
+
+
+def at_least_fp32(logits: torch.Tensor) -> torch.Tensor:
+    """Half precisions as fp32: sums over a vocabulary need it. fp64 stays."""
+    return logits if logits.dtype is torch.float64 else logits.float()
+
+
+class TokenScores(torch.autograd.Function):
+    """logits [N, V] fp32, targets [N] -> log-probabilities and entropies [N], with at most three [N, V] buffers.
+
+    With p = softmax(z): d log p_y / d z = onehot(y) - p, and d H / d z = -p (log p + H).
     With torch's log_softmax, as in the engine: on some CPUs it is off by 2e-5 over a large vocabulary, always to the
     same side, so that a more accurate sum would differ from what the engine records.
     """
-    logits = head(hidden).float()
-    if temperature != 1.0:
-        logits = logits / temperature
-    all_logprobs = logits.log_softmax(-1)
-    logprobs = all_logprobs.gather(-1, targets[:, None])[:, 0]
-    with torch.no_grad():
-        detached = all_logprobs.detach()
-        entropy = -(detached.exp() * detached).sum(-1)
-    return logprobs, entropy
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        every = logits.log_softmax(-1)
+        entropy = -torch.linalg.vecdot(every.exp(), every)
+        ctx.save_for_backward(every, targets, entropy)
+        ctx.set_materialize_grads(False)
+        return every.gather(-1, targets[:, None])[:, 0], entropy
+
+    @staticmethod
+    def backward(
+        ctx: Any, of_logprobs: torch.Tensor | None, of_entropy: torch.Tensor | None
+    ) -> tuple[torch.Tensor, None]:
+        every, targets, entropy = ctx.saved_tensors
+        gradient = every.exp()
+        if of_entropy is not None:
+            scale = (every + entropy[:, None]).mul_(-of_entropy[:, None])
+            if of_logprobs is not None:
+                scale.sub_(of_logprobs[:, None])
+            gradient.mul_(scale)
+        elif of_logprobs is not None:
+            gradient.mul_(-of_logprobs[:, None])
+        if of_logprobs is not None:
+            gradient.scatter_add_(-1, targets[:, None], of_logprobs[:, None])
+        return gradient, None
 
 
 def require_supported(config: Any) -> None:

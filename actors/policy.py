@@ -1,163 +1,111 @@
-"""The training rank: one process of the policy, or of a frozen reference. A plain class; actors/group.py wraps it."""
+"""A rank of the policy, or of a frozen model of its kind: reference and teacher."""
 
-import os
-import socket
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from actors import checkpoint
-from actors.engine import Engine, OptimizerSpec, init_distributed
-from actors.forward import Scorer, require_supported
-from conf.schema import Config, Dtype, Layout
+from actors.engine import Engine, OptimizerSpec
+from actors.forward import Scorer, TopScorer
+from actors.rank import Micro, Rank, Update, UpdateResult, load_lm, recompute_activations
+from conf.schema import Layout
 from rl import losses
 from rl.masking import masked_fill_zero
-from rl.metrics import merge_sums, tensor_sums
+from rl.metrics import Sums, merge_sums, on_cpu
 from rl.numerics import require_match
-from rl.types import Batch
+from rl.types import Batch, Scores
 from weightsync.manifest import plan_buckets
 from weightsync.sender import Sender
 
-
-@dataclass(frozen=True, kw_only=True)
-class Micro:
-    """One forward of one rank: rows (none in a dummy) and the number of head calls, equal on all ranks."""
-
-    batch: Batch | None
-    num_chunks: int
+SCORES = ("logprobs", "entropy", "divergence")  # what a forward of actors.forward.Scorer gives, in its order
 
 
-@dataclass(frozen=True, kw_only=True)
-class Update:
-    """One optimizer step of one rank. `num_action_tokens` is the global divisor; `lr` the learning rate of this step.
+class PolicyRank(Rank):
+    """One rank of the policy: scoring, updates, weights for the sync; of a frozen model: scoring."""
 
-    `mismatch_limit`: the forward of this step is the scoring of the batch; check it before the optimizer moves.
-    """
-
-    micros: list[Micro]
-    num_action_tokens: int
-    lr: float
-    version: int
-    mismatch_limit: float | None = None
-
-
-def dummy_batch() -> Batch:
-    """One row without action tokens: its loss and every gradient are 0."""
-    zeros = torch.zeros(1, 3)
-    return Batch(
-        tokens=torch.zeros(1, 3, dtype=torch.long),
-        attention_mask=torch.ones(1, 3, dtype=torch.bool),
-        action_mask=torch.zeros(1, 3, dtype=torch.bool),
-        rollout_logprobs=zeros,
-        rewards=torch.zeros(1),
-        group_index=torch.zeros(1, dtype=torch.long),
-        prompt_len=torch.ones(1, dtype=torch.long),
-        version=torch.zeros(1, dtype=torch.long),
-        ref_logprobs=zeros,
-        advantages=zeros,
-    )
-
-
-def load_lm(path: str, attention: str, dtype: Dtype, device: str) -> torch.nn.Module:
-    """The causal language model of a Hugging Face folder, in `dtype` on `device`, without dropout."""
-    from transformers import AutoModelForCausalLM
-
-    lm: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
-        path, dtype=getattr(torch, dtype.value), attn_implementation=attention, local_files_only=True
-    )
-    require_supported(lm.config)
-    return lm.to(device).eval()  # dropout off in training too: the engine samples without it
-
-
-class TrainRank:
-    """One rank of the policy: scoring, updates, weights for the sync, checkpoints."""
-
-    def __init__(self, cfg: Config, rank: int, world: int, device: str):
-        self.cfg, self.rank, self.world, self.device = cfg, rank, world, device
-        self._sender: Sender | None = None
-        self._probe_row: list[int] = []
-        self._probe_logprobs: list[float] | None = None  # of the row, under the weights as they are
+    _sender: Sender | None = None
+    _probe_row: tuple[int, ...] = ()
+    _probe_logprobs: list[float] | None = None  # of the row, under the weights as they are
 
     def start(self, model_path: str, address: str, port: int, spec: OptimizerSpec | None, num_threads: int) -> None:
         """Joins the group and loads the model. Collective: every rank of the group must be starting.
 
         Without `spec` the model is frozen: no process group, no optimizer, a whole copy on each rank.
         """
-        os.environ.update(
-            RANK=str(self.rank),
-            WORLD_SIZE=str(self.world),
-            LOCAL_RANK=os.environ.get("TANDEM_LOCAL_RANK", "0"),
-            MASTER_ADDR=address,
-            MASTER_PORT=str(port),
-        )
-        torch.set_num_threads(num_threads)
-        torch.manual_seed(self.cfg.seed)
+        self.join(address, port, num_threads, trains=spec is not None)
         self._probe_logprobs = None
-        if spec is not None:
-            init_distributed("nccl" if self.device == "cuda" else "gloo", self.cfg.trainer.timeout_s)
-        lm = load_lm(model_path, self.cfg.model.attention, self.cfg.trainer.dtype, self.device)
-        if self.cfg.trainer.gradient_checkpointing:
-            lm.train()
-            lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
-        scorer = Scorer(lm, self.cfg.rollout.temperature, self.cfg.trainer.layout)
-        self.score: Scorer | Engine = scorer.requires_grad_(spec is not None)
-        if spec is not None:
-            self.score = self.engine = Engine(scorer, spec, self.cfg.trainer.zero_stage, self.cfg.trainer.dtype)
-
-    def free_port(self) -> int:
-        """A free port of this rank's host, for the group's rendezvous."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return int(probe.getsockname()[1])
+        cfg = self.cfg
+        lm = load_lm(model_path, cfg.model.attention, cfg.trainer.dtype, self.device)
+        if spec is None:
+            self.score: Scorer | Engine = Scorer(lm, cfg.rollout.temperature, cfg.trainer.layout).requires_grad_(False)
+            return
+        if cfg.trainer.gradient_checkpointing:
+            recompute_activations(lm)
+        self.score = self.wrap(Scorer(lm, cfg.rollout.temperature, cfg.trainer.layout), spec)
 
     @torch.no_grad()
     def logprobs(self, micros: list[Micro]) -> list[torch.Tensor]:
         """Log-probabilities [B, T] of each micro-batch (dummies left out), on the CPU."""
         out = []
         for micro in micros:
-            values, _ = self.score(self._on_device(micro.batch), micro.num_chunks)
+            values, *_ = self.score(self.on_device(micro.batch), micro.num_chunks)
             if micro.batch is not None:
                 out.append(values.float().cpu())
         return out
 
-    def update(self, updates: list[Update]) -> list[dict[str, float]]:
-        """Optimizer steps, one for each entry; returns the sums over this rank's action tokens of each step.
+    @torch.no_grad()
+    def top_logprobs(self, micros: list[Micro], top_k: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Ids and log-probabilities [B, T, k] of the likeliest tokens at each action token's place, on the CPU.
+
+        k is `top_k`, or the whole vocabulary when that is 0 or larger.
+        """
+        assert isinstance(self.score, Scorer)
+        vocabulary = self.score.lm.get_output_embeddings().weight.shape[0]
+        scorer = TopScorer(
+            self.score.lm, self.score.temperature, self.score.layout, min(top_k or vocabulary, vocabulary)
+        )
+        return [scorer(self.on_device(m.batch), m.num_chunks) for m in micros if m.batch is not None]
+
+    def reload(self, model_path: str) -> None:
+        """Takes the weights of another folder of the same architecture (a frozen rank)."""
+        assert isinstance(self.score, Scorer)
+        lm = load_lm(model_path, self.cfg.model.attention, self.cfg.trainer.dtype, self.device)
+        self.score.lm.load_state_dict(lm.state_dict())
+
+    def update(self, updates: list[Update]) -> UpdateResult:
+        """Optimizer steps, one for each entry.
 
         Raises rl.numerics.MismatchError on all ranks, before the optimizer moves, when `mismatch_limit` is exceeded.
         """
-        results = [self._update(update) for update in updates]
+        result = UpdateResult(sums=[], steps=[])
+        for update in updates:
+            started = time.monotonic()
+            sums = self._accumulate(update)
+            backward_s = time.monotonic() - started
+            result.add(sums, self.engine.step(update.lr), backward_s, time.monotonic() - started - backward_s)
         self._probe_logprobs = None
         if self._probe_row:
-            self.probe(self._probe_row)  # now, so that the push that follows need not wait for it
-        return results
+            self.probe(list(self._probe_row))  # now, so that the push that follows need not wait for it
+        return result
 
-    def _update(self, update: Update) -> dict[str, float]:
-        started = time.monotonic()
+    def _accumulate(self, update: Update) -> Sums:
+        """Forward and backward of all micro-batches; sums over this rank's action tokens."""
         parts = []
         for micro in update.micros:
-            batch = self._on_device(micro.batch)
-            logprobs, entropy = self.engine(batch, micro.num_chunks)
-            loss, tensors = losses.grpo(self.cfg.algo, batch, logprobs)
-            tensors["entropy"] = entropy.double().sum()
+            batch = self.on_device(micro.batch)
+            scores = Scores(**dict(zip(SCORES, self.engine(batch, micro.num_chunks), strict=False)))
+            loss, tensors = losses.policy_objective(self.cfg.algo, batch, scores, update.version)
             self.engine.backward(loss, update.num_action_tokens)
-            parts.append(tensor_sums(tensors))
+            parts.append(on_cpu(tensors))
         sums = merge_sums(parts)
         if update.mismatch_limit is not None:
-            total = torch.tensor(sums["mismatch"], dtype=torch.float64)
+            total = torch.as_tensor(sums["mismatch"], dtype=torch.float64)
             if self.world > 1:
                 torch.distributed.all_reduce(total)
             require_match(float(total) / update.num_action_tokens, update.mismatch_limit, update.version)
-        forward_s = time.monotonic() - started
-        result = self.engine.step(update.lr)
-        return sums | {
-            "grad_norm": result.grad_norm,
-            "skipped_steps": float(result.skipped),
-            "backward_s": forward_s,
-            "optimizer_s": time.monotonic() - started - forward_s,
-        }
+        return sums
 
     def sft(self, updates: list[Update]) -> list[dict[str, float]]:
         """Supervised steps: minus the mean log-probability of the action tokens."""
@@ -166,8 +114,8 @@ class TrainRank:
         for update in updates:
             total = 0.0
             for micro in update.micros:
-                batch = self._on_device(micro.batch)
-                logprobs, _ = self.engine(batch, micro.num_chunks, 1.0, Layout.padded)
+                batch = self.on_device(micro.batch)
+                logprobs, *_ = self.engine(batch, micro.num_chunks, 1.0, Layout.padded)
                 loss = -masked_fill_zero(logprobs, batch.action_mask).sum()
                 self.engine.backward(loss, update.num_action_tokens)
                 total += float(loss.detach())
@@ -200,14 +148,10 @@ class TrainRank:
     @torch.no_grad()
     def probe(self, row: list[int]) -> list[float]:
         """Log-probabilities at temperature 1 of each token of `row` but the first. Collective under ZeRO-3."""
-        if self._probe_logprobs is None or row != self._probe_row:
-            logprobs, _ = self.engine(self._on_device(probe_batch(row)), 1, 1.0, Layout.padded)
-            self._probe_row, self._probe_logprobs = row, [float(x) for x in logprobs[0, 1:].cpu()]
+        if self._probe_logprobs is None or tuple(row) != self._probe_row:
+            logprobs, *_ = self.engine(self.on_device(probe_batch(row)), 1, 1.0, Layout.padded)
+            self._probe_row, self._probe_logprobs = tuple(row), [float(x) for x in logprobs[0, 1:].cpu()]
         return self._probe_logprobs
-
-    def save(self, folder: str) -> list[dict[str, Any]]:
-        """Writes this rank's share of the training state into `folder`; returns its manifest entries. Collective."""
-        return checkpoint.write_shards(Path(folder), self.engine, self.rank, self.world)
 
     def export(self, folder: str, model_path: str) -> None:
         """Writes the live weights as a Hugging Face folder (rank 0). Collective under ZeRO-3."""
@@ -223,20 +167,9 @@ class TrainRank:
             checkpoint.write_hf(weights, Path(model_path), Path(folder))
 
     def load(self, folder: str) -> None:
-        """Reads the whole training state, in whatever layout it was saved. Collective."""
+        """As Rank."""
         self._probe_logprobs = None
-        checkpoint.read_shards(Path(folder), self.engine)
-
-    def state(self) -> dict[str, Any]:
-        """Optimizer step and random state of this rank, for the checkpoint."""
-        return {"optimizer_step": self.engine.optimizer_step, "torch_rng": torch.get_rng_state().tolist()}
-
-    def _on_device(self, batch: Batch | None) -> Batch:
-        batch = batch if batch is not None else dummy_batch()
-        if self.device == "cpu":
-            return batch
-        moved = {k: v.to(self.device) if isinstance(v, torch.Tensor) else v for k, v in vars(batch).items()}
-        return Batch(**moved)
+        super().load(folder)
 
 
 def probe_batch(row: list[int]) -> Batch:
@@ -251,4 +184,5 @@ def probe_batch(row: list[int]) -> Batch:
         group_index=torch.zeros(1, dtype=torch.long),
         prompt_len=torch.ones(1, dtype=torch.long),
         version=torch.zeros(1, dtype=torch.long),
+        truncated=torch.zeros(1, dtype=torch.bool),
     )

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from actors.checkpoint import SEPARATOR, find_whole, read_manifest, verify
+from actors.checkpoint import SEPARATOR, files_of, find_whole, read_manifest, verify
 from conf.errors import ConfigError
 from conf.schema import Config
 from rl.faults import CheckpointError
@@ -104,7 +104,7 @@ def require_same_model(folder: Path, manifest: Mapping[str, Any], shapes: Mappin
     """Raises ConfigError unless the checkpoint's parameters are those of the model folder."""
     saved = {
         key.split(SEPARATOR)[0]: tuple(shape)
-        for entry in manifest["files"]
+        for entry in files_of(manifest, "policy")
         for key, shape in entry["tensors"].items()
         if key.endswith(f"{SEPARATOR}master")
     }

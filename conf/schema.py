@@ -53,6 +53,57 @@ class KlEstimator(Enum):
     k3_ratio = "k3_ratio"
 
 
+class Advantage(Enum):
+    """How advantages are estimated: see docs/algorithms.md and rl/advantages.py."""
+
+    group = "group"
+    rloo = "rloo"
+    remax = "remax"
+    reinforce_pp = "reinforce_pp"
+    reinforce_pp_baseline = "reinforce_pp_baseline"
+    gae = "gae"
+    teacher = "teacher"
+
+
+class PolicyLoss(Enum):
+    """The loss of one token: see docs/algorithms.md and rl/losses.py."""
+
+    clip = "clip"
+    gspo = "gspo"
+    gmpo = "gmpo"
+    cispo = "cispo"
+    sapo = "sapo"
+    reinforce = "reinforce"
+    decoupled = "decoupled"
+    divergence = "divergence"
+
+
+class Aggregation(Enum):
+    token_mean = "token_mean"
+    sequence_mean = "sequence_mean"
+    sequence_sum = "sequence_sum"
+
+
+class KlPlace(Enum):
+    loss = "loss"
+    reward = "reward"
+
+
+class Correction(Enum):
+    none = "none"
+    truncate = "truncate"
+    band = "band"
+    mask_token = "mask_token"
+    mask_sequence = "mask_sequence"
+    mask_geometric = "mask_geometric"
+
+
+class Truncated(Enum):
+    keep = "keep"
+    mask = "mask"
+    punish = "punish"
+
+
 class Device(Enum):
     auto = "auto"
     cpu = "cpu"
@@ -85,29 +136,196 @@ def require_range(
 @dataclass(kw_only=True)
 class AlgoConfig:
     name: str = option("grpo", "label of the algorithm in logs")
+    advantage: Advantage = option(
+        Advantage.group,
+        "group (against the group's mean), rloo (against the other members' mean), remax (against the greedy answer), "
+        "reinforce_pp (returns), reinforce_pp_baseline (group mean, to be whitened), gae (a critic), teacher (distill)",
+    )
     normalize_std: bool = option(
         True, "divide group advantages by the group's sample standard deviation (GRPO); false is Dr.GRPO's"
     )
-    clip_low: float = option(0.2, "the ratio is clipped from below at 1 - clip_low")
-    clip_high: float = option(0.2, "the ratio is clipped from above at 1 + clip_high")
-    kl_coef: float = option(
-        0.0, "weight of the KL term to the reference policy in the loss; 0 starts no reference actor"
+    whiten: bool = option(False, "then shift and scale advantages to mean 0 and variance 1 over the batch's tokens")
+    gamma: float = option(1.0, "discount of a later action token (gae, reinforce_pp)")
+    gae_lambda: float = option(1.0, "decay of later temporal differences (gae)")
+    bootstrap_truncated: bool = option(
+        False, "count on the critic's value after the last token of a truncated row (gae); false takes it as an end"
     )
+    loss: PolicyLoss = option(
+        PolicyLoss.clip,
+        "clip (PPO), gspo, gmpo, cispo, sapo, reinforce, decoupled (PPO around the policy at the start of the step), "
+        "divergence (reverse KL to the teacher's distribution)",
+    )
+    clip_low: float = option(0.2, "the ratio is clipped from below at 1 - clip_low (gmpo: its log at -clip_low)")
+    clip_high: float = option(0.2, "the ratio is clipped from above at 1 + clip_high (gmpo: its log at clip_high)")
+    dual_clip: float = option(0.0, "bound of the loss of negative advantages, as a ratio above 1 (clip); 0 is off")
+    sapo_tau_positive: float = option(1.0, "steepness of SAPO's gate for positive advantages")
+    sapo_tau_negative: float = option(1.05, "steepness of SAPO's gate for the others")
+    aggregation: Aggregation = option(
+        Aggregation.token_mean,
+        "token_mean, sequence_mean (mean over rows of their token means) or sequence_sum (mean of token sums over a "
+        "constant), all by global counts",
+    )
+    aggregation_tokens: int = option(0, "the constant of sequence_sum; 0 takes rollout.max_tokens")
+    kl_coef: float = option(0.0, "weight of the KL to the reference policy; 0 starts no reference actor")
+    kl_in: KlPlace = option(KlPlace.loss, "loss (a term of it), or reward (each action token is charged its log-ratio)")
     kl_estimator: KlEstimator = option(
         KlEstimator.k2,
-        "k1, k2, k3, or k3_ratio (k3 times the ratio); only k2 and k3_ratio have the gradient of KL(policy, reference)",
+        "in the loss: k1, k2, k3, or k3_ratio (k3 times the ratio); only k2 and k3_ratio have the gradient of "
+        "KL(policy, reference)",
     )
+    kl_target: float = option(0.0, "steer kl_coef towards this KL per token, in nats; 0 keeps it fixed")
+    kl_horizon: int = option(10000, "trajectories in which a KL of 20 % above the target raises kl_coef by 20 %")
+    reference_refresh: int = option(0, "steps after which the reference becomes a copy of the policy; 0 is never")
+    entropy_coef: float = option(0.0, "weight of the entropy bonus")
+    correction: Correction = option(
+        Correction.none,
+        "weights exp(trainer - engine): truncate (at correction_high), band (0 outside [low, high]), or whole tokens "
+        "and rows kept or masked: mask_token, mask_sequence (product), mask_geometric (geometric mean)",
+    )
+    correction_low: float = option(0.5, "lower bound of a weight that is kept")
+    correction_high: float = option(2.0, "upper bound of a weight that is kept, or the one it is cut to (truncate)")
+    staleness_decay: float = option(1.0, "a row sampled by weights n versions old counts this to the power of n")
+    dynamic_sampling: bool = option(False, "replace groups whose rewards do not differ (DAPO)")
+    max_draws: int = option(3, "most groups drawn for one step, in batches; after that the batch is filled as it is")
+    curriculum_low: float | None = option(
+        None, "prompts with a lower rolling mean reward are left out; null leaves none out"
+    )
+    curriculum_high: float | None = option(
+        None, "prompts with a higher rolling mean reward are left out; null leaves none out"
+    )
+    overlong_buffer_tokens: int = option(
+        0, "the last tokens before rollout.max_tokens in which a completion is charged for its length (DAPO); 0 is off"
+    )
+    overlong_penalty: float = option(1.0, "charge of a completion of full length")
+    truncated: Truncated = option(
+        Truncated.keep,
+        "a completion that hits the token limit: keep, mask (out of the loss; its reward stays in the group's "
+        "statistics) or punish (its reward becomes truncated_reward)",
+    )
+    truncated_reward: float = option(0.0, "reward of a truncated completion under truncated=punish")
     num_epochs: int = option(1, "passes over the rollout batch in one step")
     num_mini_batches: int = option(
         1, "optimizer steps in one pass; prompts are dealt out whole, so samples of a prompt stay together"
     )
 
     def __post_init__(self) -> None:
+        require_range("algo.", "gamma", self.gamma, 0, 1)
+        require_range("algo.", "gae_lambda", self.gae_lambda, 0, 1)
         require_range("algo.", "clip_low", self.clip_low, 0, 1, open_low=True)
         require_range("algo.", "clip_high", self.clip_high, 0, open_low=True)
-        require_range("algo.", "kl_coef", self.kl_coef, 0)
+        require(
+            self.dual_clip == 0 or self.dual_clip > 1,
+            f"algo.dual_clip={self.dual_clip}: must be above 1 (the paper uses 3), or 0 to turn it off",
+        )
+        for key in ("sapo_tau_positive", "sapo_tau_negative", "correction_high"):
+            require_range("algo.", key, getattr(self, key), 0, open_low=True)
+        for key in ("aggregation_tokens", "kl_coef", "kl_target", "reference_refresh", "entropy_coef"):
+            require_range("algo.", key, getattr(self, key), 0)
+        require_range("algo.", "kl_horizon", self.kl_horizon, 1)
+        require_range("algo.", "correction_low", self.correction_low, 0, self.correction_high)
+        require_range("algo.", "staleness_decay", self.staleness_decay, 0, 1, open_low=True)
+        require_range("algo.", "max_draws", self.max_draws, 1)
+        require_range("algo.", "overlong_buffer_tokens", self.overlong_buffer_tokens, 0)
+        require_range("algo.", "overlong_penalty", self.overlong_penalty, 0)
         require_range("algo.", "num_epochs", self.num_epochs, 1)
         require_range("algo.", "num_mini_batches", self.num_mini_batches, 1)
+        require(math.isfinite(self.truncated_reward), f"algo.truncated_reward={self.truncated_reward}: must be finite")
+        low, high = self.curriculum_low, self.curriculum_high
+        require(
+            low is None or high is None or low < high,
+            f"algo.curriculum_low={self.curriculum_low} with algo.curriculum_high={self.curriculum_high}: "
+            "no prompt would be left; low must be below high",
+        )
+        require(
+            self.kl_target == 0 or self.kl_coef > 0,
+            f"algo.kl_target={self.kl_target} with algo.kl_coef={self.kl_coef}: the controller scales kl_coef; "
+            "give it a start above 0",
+        )
+        require(
+            self.reference_refresh == 0 or self.kl_coef > 0,
+            f"algo.reference_refresh={self.reference_refresh} with algo.kl_coef={self.kl_coef}: "
+            "there is no reference to refresh; set algo.kl_coef above 0",
+        )
+        sequence = (PolicyLoss.gmpo, PolicyLoss.divergence)
+        require(
+            not (self.loss in sequence and self.advantage in (Advantage.gae, Advantage.reinforce_pp)),
+            f"algo.loss={self.loss.value} with algo.advantage={self.advantage.value}: this loss takes one advantage "
+            "for a row, but that estimator gives one for each token; use loss=clip",
+        )
+        require(
+            not (self.loss is PolicyLoss.decoupled and self.correction is not Correction.none),
+            f"algo.loss=decoupled with algo.correction={self.correction.value}: both weigh by trainer / engine; "
+            "use one of them",
+        )
+        require(
+            (self.loss is PolicyLoss.divergence) <= (self.advantage is Advantage.teacher),
+            f"algo.loss=divergence with algo.advantage={self.advantage.value}: the divergence is one from a teacher; "
+            "use algo=distill",
+        )
+
+    @property
+    def has_critic(self) -> bool:
+        return self.advantage is Advantage.gae
+
+    @property
+    def has_teacher(self) -> bool:
+        return self.advantage is Advantage.teacher
+
+    @property
+    def has_reference(self) -> bool:
+        return self.kl_coef > 0
+
+    @property
+    def has_divergence(self) -> bool:
+        return self.loss is PolicyLoss.divergence
+
+    @property
+    def has_curriculum(self) -> bool:
+        return self.curriculum_low is not None or self.curriculum_high is not None
+
+    @property
+    def steps_per_batch(self) -> int:
+        """Optimizer steps of the policy in one step."""
+        return self.num_epochs * self.num_mini_batches
+
+
+@dataclass(kw_only=True)
+class CriticConfig:
+    """The critic of algo.advantage=gae: a value head on a model of its own."""
+
+    path: str | None = option(None, "Hugging Face folder of the body; null starts from the policy's")
+    lr: float = option(1e-5, "peak learning rate; its schedule and the rest of its optimizer are the trainer's")
+    warmup_steps: int = option(0, "first steps in which only the critic is trained")
+    value_clip: float = option(0.0, "values may move this far from their old ones in a step before clipping; 0 is off")
+
+    def __post_init__(self) -> None:
+        require_range("critic.", "lr", self.lr, 0)
+        require_range("critic.", "warmup_steps", self.warmup_steps, 0)
+        require_range("critic.", "value_clip", self.value_clip, 0)
+
+
+@dataclass(kw_only=True)
+class TeacherConfig:
+    """The teacher of algo.advantage=teacher: a model with the policy's tokenizer."""
+
+    path: str | None = option(None, "Hugging Face folder of the teacher")
+    top_k: int = option(
+        0, "tokens of its distribution that algo.loss=divergence compares; the rest is one more outcome. 0 takes all"
+    )
+
+    def __post_init__(self) -> None:
+        require_range("teacher.", "top_k", self.top_k, 0)
+
+
+@dataclass(kw_only=True)
+class RewardModelConfig:
+    """A sequence-classification model whose score is added to the reward."""
+
+    path: str | None = option(None, "Hugging Face folder with one label and the policy's tokenizer; null is none")
+    weight: float = option(1.0, "factor of its score in the reward")
+
+    def __post_init__(self) -> None:
+        require(math.isfinite(self.weight), f"reward_model.weight={self.weight}: must be finite")
 
 
 @dataclass(kw_only=True)
@@ -167,8 +385,21 @@ class RewardConfig:
         False, "control experiment: rewards of a step are permuted over its samples, so nothing can be learnt"
     )
     kwargs: dict[str, Any] = option({}, "further arguments of the reward function")
+    weights: dict[str, float] = option(
+        {}, "for a function that returns {name: reward}: the weight of each; the reward is their weighted sum"
+    )
+    separate: bool = option(
+        False,
+        "each named reward has its own group statistics before they are summed (algo.advantage=group)",
+    )
 
     def __post_init__(self) -> None:
+        require(
+            not self.separate or len(self.weights) > 1,
+            f"reward.separate=true with reward.weights={dict(self.weights)}: name at least two rewards",
+        )
+        for name, weight in self.weights.items():
+            require(math.isfinite(weight), f"reward.weights.{name}={weight}: must be finite")
         require(
             bool(self._target_),
             "reward._target_='': must name a function; write reward._target_=PACKAGE.MODULE.FUNCTION",
@@ -305,6 +536,9 @@ class ClusterConfig:
     cpus_per_engine: float = option(0.0, "CPUs reserved in Ray by an engine")
     gpus_per_rank: float = option(1.0, "GPUs of a training rank (cuda only)")
     gpus_per_engine: float = option(1.0, "GPUs of an engine for each tensor-parallel member (cuda only)")
+    colocate: list[str] = option(
+        [], "training roles that live in the policy's processes: any of critic, reference, teacher, reward_model"
+    )
     start_timeout_s: float = option(600.0, "longest wait for an actor to load its model, seconds")
 
     def __post_init__(self) -> None:
@@ -313,6 +547,11 @@ class ClusterConfig:
         for key in ("cpus_per_rank", "cpus_per_engine", "gpus_per_rank", "gpus_per_engine"):
             require_range("cluster.", key, getattr(self, key), 0)
         require_range("cluster.", "start_timeout_s", self.start_timeout_s, 0, open_low=True)
+        beside = ("critic", "reference", "teacher", "reward_model")
+        require(
+            set(self.colocate) <= set(beside),
+            f"cluster.colocate={list(self.colocate)}: the roles are {', '.join(beside)}",
+        )
 
 
 @dataclass(kw_only=True)
@@ -407,6 +646,9 @@ class Config:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
@@ -423,11 +665,18 @@ class Config:
             self.name.replace("-", "").replace("_", "").replace(".", "").isalnum(),
             f"name={self.name!r}: use letters, digits, '-', '_' and '.' (it becomes part of a folder's name)",
         )
+        compares = (Advantage.group, Advantage.rloo, Advantage.reinforce_pp_baseline)
         require(
-            self.samples_per_prompt >= 2,
-            f"samples_per_prompt={self.samples_per_prompt} with algo.name={self.algo.name}: "
+            self.samples_per_prompt >= 2 or self.algo.advantage not in compares,
+            f"samples_per_prompt={self.samples_per_prompt} with algo.advantage={self.algo.advantage.value}: "
             "group advantages compare samples of one prompt; use at least 2",
         )
+        require(
+            self.samples_per_prompt >= 2 or not self.algo.dynamic_sampling,
+            f"samples_per_prompt={self.samples_per_prompt} with algo.dynamic_sampling=true: "
+            "a group of one never has signal, so every one would be replaced; use at least 2",
+        )
+        self._check_roles()
         require(
             self.prompts_per_step % self.algo.num_mini_batches == 0,
             f"prompts_per_step={self.prompts_per_step} with algo.num_mini_batches={self.algo.num_mini_batches}: "
@@ -451,10 +700,44 @@ class Config:
             f"cluster.train_ranks={self.cluster.train_ranks}: a rank would have no group; use trainer.layout=padded",
         )
 
+    def _check_roles(self) -> None:
+        """Each role is there exactly when the algorithm asks for it."""
+        algo = self.algo
+        require(
+            algo.has_critic or (self.critic.path is None and self.critic.warmup_steps == 0),
+            f"critic.path={self.critic.path or 'null'}, critic.warmup_steps={self.critic.warmup_steps} with "
+            f"algo.advantage={algo.advantage.value}: this estimator has no critic; use algo=ppo, or leave critic.* out",
+        )
+        require(
+            self.critic.warmup_steps < self.num_steps,
+            f"critic.warmup_steps={self.critic.warmup_steps} with num_steps={self.num_steps}: "
+            "the policy would never be trained",
+        )
+        require(
+            algo.has_teacher == (self.teacher.path is not None),
+            f"teacher.path={self.teacher.path or 'null'} with algo.advantage={algo.advantage.value}: "
+            + ("give the teacher's folder" if algo.has_teacher else "a teacher needs algo=distill"),
+        )
+        require(
+            self.reward_model.path is None or not algo.dynamic_sampling,
+            f"reward_model.path={self.reward_model.path} with algo.dynamic_sampling=true: groups are replaced by the "
+            "reward function alone, before a reward model has scored them; use one of the two",
+        )
+        require(
+            not self.reward.separate or algo.advantage is Advantage.group,
+            f"reward.separate=true with algo.advantage={algo.advantage.value}: only group advantages have statistics "
+            "for each named reward; use algo.advantage=group",
+        )
+        require(
+            algo.overlong_buffer_tokens < self.rollout.max_tokens,
+            f"algo.overlong_buffer_tokens={algo.overlong_buffer_tokens} with rollout.max_tokens="
+            f"{self.rollout.max_tokens}: the buffer lies inside the completion; it must be smaller",
+        )
+
     @property
     def num_optimizer_steps(self) -> int:
-        """Optimizer steps of the whole run: the unit of the learning-rate schedule."""
-        return self.num_steps * self.algo.num_epochs * self.algo.num_mini_batches
+        """Optimizer steps of the policy in the whole run: the unit of the learning-rate schedule."""
+        return (self.num_steps - self.critic.warmup_steps) * self.algo.steps_per_batch
 
     @property
     def probe_bound(self) -> float:
@@ -475,6 +758,9 @@ SECTIONS: dict[str, type] = {
     "rollout": RolloutConfig,
     "sync": SyncConfig,
     "cluster": ClusterConfig,
+    "critic": CriticConfig,
+    "teacher": TeacherConfig,
+    "reward_model": RewardModelConfig,
     "evaluation": EvaluationConfig,
     "checkpoint": CheckpointConfig,
     "tracking": TrackingConfig,

@@ -1,20 +1,25 @@
-"""Advantages: how much better a trajectory did than its group."""
+"""Advantages: how much better an action was than what was expected of it. One function for each estimator.
+
+Rows are trajectories, groups are the rows of one prompt, found by id and never by position. Statistics are taken in
+float64 and results are float32. Token rewards (see rl.rewards) hold the outcome on the last action token.
+"""
 
 import torch
 
+from conf.schema import Advantage, AlgoConfig, RewardConfig
+from rl.masking import masked_fill_zero
+from rl.rewards import row_rewards, token_rewards
 from rl.types import Batch
 
 # Below this share of the largest reward a group's spread is rounding residue, not signal.
 RELATIVE_FLOOR = 1e-5
 
 
-def group_advantages(rewards: torch.Tensor, group_index: torch.Tensor, normalize_std: bool) -> torch.Tensor:
-    """Reward minus the mean of its group, optionally over the group's sample standard deviation (divisor n - 1).
-
-    Shao et al. 2024 (GRPO), section 4.1.2: A_i = (r_i - mean(r)) / std(r); without the division it is the estimate of
-    Liu et al. 2025 (Dr.GRPO). rewards [B] float, group_index [B] int; groups are found by id, never by position.
-    A group of one, or one whose rewards are equal up to rounding, gets exactly 0. Returns [B] float32.
-    """
+def group_statistics(
+    rewards: torch.Tensor, group_index: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """For each row of [B]: reward minus its group's mean; the group's sample standard deviation (divisor n - 1); the
+    group's size; whether the group has signal (more than one member, and rewards that differ beyond rounding)."""
     values = rewards.double()
     _, member = torch.unique(group_index, return_inverse=True)
     num_groups = int(member.max()) + 1 if len(member) else 0
@@ -23,9 +28,80 @@ def group_advantages(rewards: torch.Tensor, group_index: torch.Tensor, normalize
     squares = torch.zeros(num_groups, dtype=torch.float64).index_add_(0, member, centred.square())
     std = (squares / (size - 1).clamp(min=1)).sqrt()
     largest = torch.zeros(num_groups, dtype=torch.float64).scatter_reduce_(0, member, values.abs(), "amax")
-    informative = (size > 1) & (std > RELATIVE_FLOOR * largest)
-    scaled = centred / std.clamp(min=1e-300)[member] if normalize_std else centred
-    return torch.where(informative[member], scaled, torch.zeros_like(scaled)).float()
+    signal = (size > 1) & (std > RELATIVE_FLOOR * largest)
+    return centred, std[member], size[member], signal[member]
+
+
+def group_advantages(rewards: torch.Tensor, group_index: torch.Tensor, normalize_std: bool) -> torch.Tensor:
+    """Reward minus the mean of its group, optionally over the group's sample standard deviation (divisor n - 1).
+
+    Shao et al. 2024 (GRPO), section 4.1.2: A_i = (r_i - mean(r)) / std(r); without the division it is the estimate of
+    Liu et al. 2025 (Dr.GRPO). rewards [B] float, group_index [B] int. A group of one, or one whose rewards are equal up
+    to rounding, gets exactly 0. Returns [B] float32.
+    """
+    centred, std, _, signal = group_statistics(rewards, group_index)
+    scaled = centred / std.clamp(min=1e-300) if normalize_std else centred
+    return masked_fill_zero(scaled, signal).float()
+
+
+def leave_one_out(rewards: torch.Tensor, group_index: torch.Tensor) -> torch.Tensor:
+    """Reward minus the mean of the *other* members: Ahmadian et al. 2024 (RLOO), equation 8. [B] float32.
+
+    A group of one, or one whose rewards are equal up to rounding, gets exactly 0.
+    """
+    centred, _, size, signal = group_statistics(rewards, group_index)
+    return masked_fill_zero(centred * size / (size - 1).clamp(min=1), signal).float()
+
+
+def returns_to_go(rewards: torch.Tensor, mask: torch.Tensor, gamma: float) -> torch.Tensor:
+    """Discounted sum [B, T] of the rewards from each action token on; an observation token costs no decay.
+
+    A reward on a masked token belongs, undiminished, to the last action token before it.
+    """
+    returns, _ = generalized_advantages(rewards, torch.zeros_like(rewards), mask, gamma, 1.0)
+    return returns
+
+
+def generalized_advantages(
+    rewards: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    gamma: float,
+    gae_lambda: float,
+    bootstrap: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Advantages and returns [B, T], 0 where masked: Schulman et al. 2016 (GAE), equations 11 and 16.
+
+    The recursion runs over action tokens only: delta_t = r_t + gamma V_next - V_t, A_t = delta_t + gamma lambda A_next,
+    where `next` is the following action token. values [B, T]: V of the state before token t. bootstrap [B]: V of the
+    state after the row's last token, for truncated rows; 0 (the default) says that the row has terminated.
+    A reward on a masked token belongs, undiminished, to the last action token before it.
+    """
+    advantages, advantage = torch.zeros_like(values), torch.zeros_like(values[:, 0])
+    next_value = torch.zeros_like(advantage) if bootstrap is None else bootstrap.to(values.dtype)
+    late = torch.zeros_like(advantage)
+    for t in reversed(range(values.shape[1])):
+        acts = mask[:, t]
+        reward = rewards[:, t] + late
+        late = torch.where(acts, 0.0, reward)
+        delta = reward + gamma * next_value - values[:, t]
+        advantage = torch.where(acts, delta + gamma * gae_lambda * advantage, advantage)
+        next_value = torch.where(acts, values[:, t], next_value)
+        advantages[:, t] = torch.where(acts, advantage, 0.0)
+    return advantages, masked_fill_zero(advantages + values, mask)
+
+
+def whiten(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Zero mean and unit variance over all action tokens of the batch (divisor n - 1); 0 where masked.
+
+    Values that are equal up to rounding become exactly 0.
+    """
+    picked = values[mask].double()
+    if len(picked) < 2:
+        return torch.zeros_like(values)
+    centred, std = picked - picked.mean(), picked.std()
+    scaled = centred / std if std > RELATIVE_FLOOR * picked.abs().max() else torch.zeros_like(centred)
+    return torch.zeros_like(values).masked_scatter(mask, scaled.to(values.dtype))
 
 
 def broadcast_to_tokens(per_row: torch.Tensor, action_mask: torch.Tensor) -> torch.Tensor:
@@ -33,6 +109,58 @@ def broadcast_to_tokens(per_row: torch.Tensor, action_mask: torch.Tensor) -> tor
     return torch.where(action_mask, per_row[:, None].float(), torch.zeros((), dtype=torch.float32))
 
 
-def grpo(batch: Batch, normalize_std: bool) -> torch.Tensor:
-    """Token advantages [B, T] of a batch whose reward is the outcome of the whole trajectory."""
-    return broadcast_to_tokens(group_advantages(batch.rewards, batch.group_index, normalize_std), batch.action_mask)
+def part_advantages(batch: Batch, weights: dict[str, float], normalize_std: bool) -> torch.Tensor:
+    """Each named reward against its own group statistics, then their weighted sum: Liu et al. 2026 (GDPO), equation 4.
+
+    What shaping has added to the rewards counts as one more part, of weight 1. Returns [B] float32.
+    """
+    assert batch.reward_parts is not None
+    scales = torch.tensor([weights[name] for name in sorted(weights)], dtype=batch.reward_parts.dtype)
+    shaping = batch.rewards - batch.reward_parts @ scales
+    columns = [*batch.reward_parts.unbind(-1), shaping]
+    parts = [group_advantages(column, batch.group_index, normalize_std) for column in columns]
+    return torch.stack(parts, -1) @ torch.cat([scales, torch.ones(1)]).float()
+
+
+def estimate(algo: AlgoConfig, reward: RewardConfig, batch: Batch) -> None:
+    """Fills `batch.advantages` (and, with a critic, `returns`) by the estimator that `algo.advantage` names.
+
+    Rewards must have been shaped (rl.rewards.shape). reinforce_pp: Hu et al. 2025 (REINFORCE++), the returns of each
+    token; reinforce_pp_baseline: its variant with the group mean as baseline; remax: Li et al. 2023 (ReMax),
+    equation 3, the outcome minus that of the greedy answer; teacher: log teacher - log policy of each token, the
+    reverse KL of Lu 2025 (on-policy distillation). `algo.whiten` then whitens over the batch.
+    """
+    mask = batch.action_mask
+    match algo.advantage:
+        case Advantage.group if reward.separate:
+            batch.advantages = broadcast_to_tokens(part_advantages(batch, reward.weights, algo.normalize_std), mask)
+        case Advantage.group:
+            per_row = group_advantages(row_rewards(batch), batch.group_index, algo.normalize_std)
+            batch.advantages = broadcast_to_tokens(per_row, mask)
+        case Advantage.rloo:
+            batch.advantages = broadcast_to_tokens(leave_one_out(row_rewards(batch), batch.group_index), mask)
+        case Advantage.reinforce_pp_baseline:
+            per_row = group_advantages(row_rewards(batch), batch.group_index, normalize_std=False)
+            batch.advantages = broadcast_to_tokens(per_row, mask)
+        case Advantage.remax:
+            assert batch.baseline is not None
+            batch.advantages = broadcast_to_tokens(row_rewards(batch) - batch.baseline, mask)
+        case Advantage.reinforce_pp:
+            batch.advantages = returns_to_go(token_rewards(batch), mask, algo.gamma)
+        case Advantage.gae:
+            assert batch.values is not None and batch.bootstrap is not None
+            goes_on = batch.truncated & algo.bootstrap_truncated
+            batch.advantages, batch.returns = generalized_advantages(
+                token_rewards(batch),
+                batch.values,
+                mask,
+                algo.gamma,
+                algo.gae_lambda,
+                masked_fill_zero(batch.bootstrap, goes_on),
+            )
+        case Advantage.teacher:
+            assert batch.teacher_logprobs is not None and batch.train_logprobs is not None
+            teacher = masked_fill_zero(batch.teacher_logprobs, mask)
+            batch.advantages = teacher - masked_fill_zero(batch.train_logprobs, mask)
+    if algo.whiten:
+        batch.advantages = whiten(batch.advantages, mask)

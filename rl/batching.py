@@ -17,12 +17,13 @@ class NoValidTrajectories(RuntimeError):
     """Every episode of a step failed: there is nothing to learn from."""
 
 
-def collate(groups: Sequence[Group]) -> Batch:
+def collate(groups: Sequence[Group], reward_names: Sequence[str] = ()) -> Batch:
     """One row for each valid trajectory, right-padded with 0. Failed trajectories are left out.
 
+    `reward_names` are the columns of `reward_parts`, where rewards have names.
     Raises NoValidTrajectories with the first errors when no trajectory is valid.
     """
-    rows = [(g.position, t) for g in groups for t in g.trajectories if t.valid]
+    rows = [(g, t) for g in groups for t in g.valid]
     if not rows:
         errors = [
             f"{t.status.value}: {t.error.strip().splitlines()[-1] if t.error.strip() else '(no message)'}"
@@ -35,13 +36,16 @@ def collate(groups: Sequence[Group]) -> Batch:
         )
     width = max(len(t.token_ids) for _, t in rows)
 
-    def padded(values: list[Sequence[float]], dtype: torch.dtype) -> torch.Tensor:
+    def padded(values: Sequence[Sequence[float]], dtype: torch.dtype) -> torch.Tensor:
         out = torch.zeros(len(values), width, dtype=dtype)
         for i, row in enumerate(values):
             out[i, : len(row)] = torch.tensor(row, dtype=dtype)
         return out
 
     trajectories: list[Trajectory] = [t for _, t in rows]
+    parts = [[t.rewards[name] for name in reward_names] for t in trajectories]
+    on_tokens = [t.token_rewards or [] for t in trajectories]
+    baselines = [g.baseline.reward for g, _ in rows if g.baseline is not None]
     lengths = torch.tensor([len(t.token_ids) for t in trajectories])
     return Batch(
         tokens=padded([t.token_ids for t in trajectories], torch.long),
@@ -49,9 +53,13 @@ def collate(groups: Sequence[Group]) -> Batch:
         action_mask=padded([t.action_mask for t in trajectories], torch.bool),
         rollout_logprobs=padded([t.logprobs for t in trajectories], torch.float32),
         rewards=torch.tensor([t.reward for t in trajectories], dtype=torch.float32),
-        group_index=torch.tensor([position for position, _ in rows]),
+        group_index=torch.tensor([g.position for g, _ in rows]),
         prompt_len=torch.tensor([t.prompt_len for t in trajectories]),
         version=torch.tensor([min((v for v in t.versions if v >= 0), default=-1) for t in trajectories]),
+        truncated=torch.tensor([t.truncated for t in trajectories]),
+        baseline=torch.tensor(baselines) if baselines else None,
+        reward_parts=torch.tensor(parts) if reward_names else None,
+        token_rewards=padded(on_tokens, torch.float32) if any(on_tokens) else None,
     )
 
 

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 
-from conf.schema import Config
-from rl import advantages
+from conf.schema import Config, KlPlace
+from rl import advantages, rewards
 from rl.batching import collate
+from rl.kl import adapt
 from rl.metrics import batch_metrics
 from rl.numerics import mismatch_sums, require_match
 from rl.roles import Metrics, Roles
+from rl.sampling import draw_groups, note_pass_rates
 from rl.timing import Timer
 from rl.types import Batch, Group, RunState
 
@@ -22,40 +24,66 @@ def run(
     `timer(phase)` times a phase; `before_first()` runs once the engines hold the first weights;
     `after_step(state, groups, metrics)` evaluates, saves and logs. Errors pass through: recovery lives outside.
     """
-    policy, critic, reference, rollouts = roles.policy, roles.critic, roles.reference, roles.rollouts
+    policy, critic, rollouts, per_batch = roles.policy, roles.critic, roles.rollouts, cfg.algo.steps_per_batch
     with timer("sync"):
         roles.sync.push(version=state.step)  # engines hold the resumed weights before any prompt
     before_first()
     rollouts.start(first_position=state.prompts_consumed, version=state.step)  # at most cfg.max_lag versions ahead
     while state.step < cfg.num_steps:
         with timer("rollout"):
-            groups = rollouts.next_groups(cfg.prompts_per_step)
-        batch = collate(groups)
+            draw = draw_groups(cfg.algo, rollouts.next_groups, cfg.prompts_per_step)
+        batch = collate(draw.kept, sorted(cfg.reward.weights))
+        batch.kl_coef = cfg.algo.kl_coef if state.kl_coef is None else state.kl_coef
         with timer("score"):
-            if scores_before_update(cfg):
-                batch.train_logprobs = policy.logprobs(batch)
-            batch.ref_logprobs = reference.logprobs(batch) if reference else None
-            batch.values = critic.values(batch) if critic else None
-            batch.advantages = advantages.grpo(batch, cfg.algo.normalize_std)
+            metrics = score(cfg, roles, batch, state.step)
         check_mismatch(cfg, batch, state.step)
+        trains = state.step >= cfg.critic.warmup_steps
         with timer("update"):
-            metrics = critic.update(batch, state.optimizer_step) if critic else {}
-            metrics |= policy.update(batch, state.optimizer_step)
-        metrics |= batch_metrics(batch, groups, state.step)
-        state.advance(groups, cfg.algo.num_epochs * cfg.algo.num_mini_batches)
+            metrics |= critic.update(batch, state.step * per_batch) if critic else {}
+            metrics |= policy.update(batch, state.optimizer_step, state.step) if trains else {}
+        metrics |= batch_metrics(batch, draw, state.step)
+        if cfg.algo.kl_target > 0:
+            measured = metrics.get("policy/kl", metrics.get("reward/kl", cfg.algo.kl_target))
+            state.kl_coef = adapt(batch.kl_coef, measured, cfg.algo.kl_target, cfg.algo.kl_horizon, batch.num_rows)
+        note_pass_rates(cfg.algo, state.pass_rates, draw.kept + draw.dropped)
+        state.advance(draw.kept + draw.dropped, per_batch if trains else 0)
         with timer("sync"):
             metrics |= roles.sync.push(version=state.step)
-        after_step(state, groups, metrics)
+        after_step(state, draw.kept, metrics)
         rollouts.set_version(state.step)
+
+
+def score(cfg: Config, roles: Roles, batch: Batch, step: int) -> Metrics:
+    """Everything that is known of a batch before it is trained on: log-probabilities, values, rewards, advantages."""
+    metrics: Metrics = {}
+    if roles.reward_model:
+        scores = roles.reward_model.scores(batch)
+        batch.rewards = batch.rewards + cfg.reward_model.weight * scores
+        metrics["reward/model"] = float(scores.mean())
+    if scores_before_update(cfg) or step < cfg.critic.warmup_steps:
+        batch.train_logprobs = roles.policy.logprobs(batch)
+    if roles.reference:
+        batch.ref_logprobs = roles.reference.logprobs(batch)
+    if roles.teacher:
+        batch.teacher_logprobs = roles.teacher.logprobs(batch)
+        if cfg.algo.has_divergence:
+            batch.teacher_ids, batch.teacher_topk = roles.teacher.top_logprobs(batch)
+    if roles.critic:
+        batch.values, batch.bootstrap = roles.critic.values(batch)
+    metrics |= rewards.shape(cfg.algo, batch, cfg.rollout.max_tokens)
+    advantages.estimate(cfg.algo, cfg.reward, batch)
+    return metrics
 
 
 def scores_before_update(cfg: Config) -> bool:
     """Whether old log-probabilities need a forward of their own.
 
-    With one optimizer step for each batch the update's own forward is at the old weights: it gives the same values,
-    and the ranks check them against the engine's before the optimizer moves.
+    With one optimizer step for each batch the update's own forward is at the old weights: it gives the same values, and
+    the ranks check them against the engine's before the optimizer moves. Rewards and advantages that are made of them
+    need them earlier.
     """
-    return cfg.algo.num_epochs * cfg.algo.num_mini_batches > 1
+    algo = cfg.algo
+    return algo.steps_per_batch > 1 or algo.has_teacher or (algo.has_reference and algo.kl_in is KlPlace.reward)
 
 
 def check_mismatch(cfg: Config, batch: Batch, version: int) -> None:

@@ -7,38 +7,73 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from rl.numerics import mismatch_sums
-from rl.types import Batch, Group, Status
+from rl.quantiles import quantile
+from rl.sampling import Draw
+from rl.types import Batch, Status
 
-SumMetrics = Mapping[str, float]
-
-
-def merge_sums(parts: Iterable[SumMetrics]) -> dict[str, float]:
-    """Adds sums over micro-batches and ranks; a name that ends in `_max` keeps the largest (NaN wins)."""
-    out: dict[str, float] = {}
-    for part in parts:
-        for name, value in part.items():
-            if name not in out:
-                out[name] = float(value)
-            elif name.endswith("_max"):
-                out[name] = max(out[name], value) if value == value and out[name] == out[name] else math.nan
-            else:
-                out[name] += float(value)
-    return out
-
+# Sums over action tokens by name: scalars, and histograms (rl.quantiles) under names that end in `_hist`.
+Sums = dict[str, torch.Tensor]
 
 MISMATCH_NAMES = {"mismatch": "mismatch/mean", "mismatch_kl": "mismatch/kl", "mismatch_max": "mismatch/max"}
 
 
-def per_token(sums: SumMetrics, num_tokens: int) -> dict[str, float]:
-    """Sums over action tokens as metrics, under logged names: divided by their global number (`_max` stays)."""
+def on_cpu(sums: Mapping[str, torch.Tensor]) -> Sums:
+    """Detached, in float64."""
+    return {name: value.detach().double().cpu() for name, value in sums.items()}
+
+
+def merge_sums(parts: Iterable[Mapping[str, torch.Tensor]]) -> Sums:
+    """Adds sums over micro-batches, ranks and steps; a name that ends in `_max` keeps the largest (NaN wins)."""
+    out: Sums = {}
+    for part in parts:
+        for name, value in part.items():
+            if name not in out:
+                out[name] = value
+            elif name.endswith("_max"):
+                out[name] = torch.maximum(out[name], value)
+            else:
+                out[name] = out[name] + value
+    return out
+
+
+def per_token(sums: Mapping[str, torch.Tensor], num_tokens: int, prefix: str = "policy/") -> dict[str, float]:
+    """Sums as metrics under logged names, divided by the global number of tokens (`_max` stays; no histograms)."""
     return {
-        MISMATCH_NAMES.get(name, f"policy/{name}"): value if name.endswith("_max") else value / num_tokens
+        MISMATCH_NAMES.get(name, f"{prefix}{name}"): float(value) / (1 if name.endswith("_max") else num_tokens)
         for name, value in sums.items()
+        if not name.endswith("_hist")
     }
 
 
-def batch_metrics(batch: Batch, groups: list[Group], version: int) -> dict[str, float]:
+def policy_metrics(sums: Mapping[str, torch.Tensor], num_tokens: int) -> dict[str, float]:
+    """Metrics of the policy's update: means over action tokens, quantiles of the ratio and of the mismatch."""
+    out = per_token(sums, num_tokens)
+    if "log_ratio_hist" in sums:
+        for share, name in ((0.01, "ratio_p01"), (0.99, "ratio_p99")):
+            out[f"policy/{name}"] = math.exp(quantile(sums["log_ratio_hist"], share))
+    if "mismatch_hist" in sums:
+        for share, name in ((0.5, "p50"), (0.99, "p99")):
+            out[f"mismatch/{name}"] = quantile(sums["mismatch_hist"], share)
+    return out
+
+
+def critic_metrics(sums: Mapping[str, torch.Tensor], num_tokens: int) -> dict[str, float]:
+    """Metrics of the critic's update. Explained variance: 1 - Var(return - value) / Var(return)."""
+    mean = {name: float(value) / num_tokens for name, value in sums.items()}
+    spread = mean["return_squared"] - mean["return"] ** 2
+    residual = mean["value_error_squared"] - mean["value_error"] ** 2
+    out = {
+        "critic/loss": mean["loss"],
+        "critic/value": mean["value"],
+        "critic/return": mean["return"],
+        "critic/explained_variance": 1 - residual / spread if spread > 1e-12 else 0.0,
+    }
+    return out | ({"critic/value_clip": mean["value_clip"]} if "value_clip" in mean else {})
+
+
+def batch_metrics(batch: Batch, draw: Draw, version: int) -> dict[str, float]:
     """What is known of a step's trajectories; `version` is the weight version that the step starts from."""
+    groups = draw.kept
     trajectories = [t for g in groups for t in g.trajectories]
     valid = [t for t in trajectories if t.valid]
     spread = [statistics.pstdev([t.reward for t in g.valid]) for g in groups if len(g.valid) > 1]
@@ -46,6 +81,8 @@ def batch_metrics(batch: Batch, groups: list[Group], version: int) -> dict[str, 
     out = {
         "reward/mean": statistics.fmean(t.reward for t in valid),
         "reward/std": statistics.pstdev([t.reward for t in valid]),
+        "rollout/groups_dropped": float(len(draw.dropped)),
+        "rollout/groups_filled": float(draw.filled),
         "reward/groups_with_signal": sum(s > 0 for s in spread) / max(1, len(groups)),
         "rollout/completion_tokens_mean": statistics.fmean(lengths),
         "rollout/completion_tokens_max": float(max(lengths)),
@@ -61,12 +98,11 @@ def batch_metrics(batch: Batch, groups: list[Group], version: int) -> dict[str, 
             count = sum(t.status is status for t in trajectories)
             if count:
                 out[f"rollout/num_{status.value}"] = float(count)
+    for name in sorted(valid[0].rewards):
+        out[f"reward/{name}"] = statistics.fmean(t.rewards[name] for t in valid)
+    if batch.advantages is not None:
+        out["advantage/max"] = float(batch.advantages.abs().max())
     if batch.train_logprobs is not None:
         sums = mismatch_sums(batch.train_logprobs, batch.rollout_logprobs, batch.action_mask)
-        out |= per_token({k: float(v) for k, v in sums.items()}, batch.num_action_tokens)
+        out |= policy_metrics(sums, max(1, batch.num_action_tokens))
     return out
-
-
-def tensor_sums(values: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """Detached scalars as floats."""
-    return {name: float(value.detach()) for name, value in values.items()}

@@ -3,6 +3,7 @@
 import torch
 
 from rl.masking import masked_fill_zero
+from rl.quantiles import histogram
 
 
 class MismatchError(RuntimeError):
@@ -10,7 +11,8 @@ class MismatchError(RuntimeError):
 
 
 def mismatch_sums(train: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Sums over action tokens of |train - rollout| and of the k3 estimate of KL(rollout || train); and the largest gap.
+    """Sums over action tokens of |train - rollout| and of the k3 estimate of KL(rollout || train); the largest gap, and
+    the histogram (rl.quantiles) of all.
 
     All [B, T]. Divide `mismatch` and `mismatch_kl` by the number of action tokens.
     """
@@ -19,6 +21,7 @@ def mismatch_sums(train: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor
         "mismatch": gap.abs().double().sum(),
         "mismatch_kl": (gap.clamp(-20, 20).exp() - 1 - gap).double().sum(),
         "mismatch_max": gap.abs().max() if gap.numel() else torch.zeros(()),
+        "mismatch_hist": histogram(gap.abs()[mask]),
     }
 
 

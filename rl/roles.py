@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -18,8 +19,11 @@ class Policy(Protocol):
         """Log-probabilities [B, T] float32 of `batch.tokens`, zero where `action_mask` is False."""
         ...
 
-    def update(self, batch: Batch, optimizer_step: int) -> Metrics:
-        """All mini-batches and epochs over `batch`. `optimizer_step` counts the optimizer steps before this call."""
+    def update(self, batch: Batch, optimizer_step: int, version: int) -> Metrics:
+        """All mini-batches and epochs over `batch`, sampled for step `version`.
+
+        `optimizer_step` counts the policy's optimizer steps before this call.
+        """
         ...
 
 
@@ -28,13 +32,39 @@ class Reference(Protocol):
 
     def logprobs(self, batch: Batch) -> torch.Tensor: ...
 
+    def reload(self, model_path: Path) -> None:
+        """Takes the weights of a Hugging Face folder."""
+        ...
+
+
+class Teacher(Protocol):
+    """A frozen model whose distribution the policy learns."""
+
+    def logprobs(self, batch: Batch) -> torch.Tensor: ...
+
+    def top_logprobs(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids and log-probabilities [B, T, k] of its likeliest tokens at each action token's place."""
+        ...
+
+
+class RewardModel(Protocol):
+    """A frozen model that scores whole trajectories."""
+
+    def scores(self, batch: Batch) -> torch.Tensor:
+        """[B] float32."""
+        ...
+
 
 class Critic(Protocol):
     """A model of the value of each token."""
 
-    def values(self, batch: Batch) -> torch.Tensor: ...
+    def values(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """V of the state before each action token [B, T], 0 elsewhere; and after each row's last token [B]."""
+        ...
 
-    def update(self, batch: Batch, optimizer_step: int) -> Metrics: ...
+    def update(self, batch: Batch, optimizer_step: int) -> Metrics:
+        """All mini-batches and epochs over `batch`. `optimizer_step` counts the critic's own optimizer steps so far."""
+        ...
 
 
 class Rollouts(Protocol):
@@ -67,10 +97,12 @@ class Sync(Protocol):
 
 @dataclass(kw_only=True)
 class Roles:
-    """Everything that acts in one run. Critic and reference are optional."""
+    """Everything that acts in one run. The last four are there when the algorithm asks for them."""
 
     policy: Policy
     rollouts: Rollouts
     sync: Sync
     reference: Reference | None = None
     critic: Critic | None = None
+    teacher: Teacher | None = None
+    reward_model: RewardModel | None = None

@@ -64,6 +64,8 @@ class Trajectory:
 
     token_ids, action_mask (True where the policy sampled the token), logprobs (0.0 where it did not),
     versions (-1 where it did not): [N], token-aligned. The first `prompt_len` tokens are the prompt.
+    `reward` is the outcome: the weighted sum of the named `rewards`, where there are several. `token_rewards` [N],
+    where given, are further rewards of single tokens (turns). truncated: ended by a limit, not by the policy.
     """
 
     token_ids: list[int]
@@ -72,6 +74,8 @@ class Trajectory:
     logprobs: list[float]
     versions: list[int]
     reward: float = 0.0
+    rewards: dict[str, float] = field(default_factory=dict)
+    token_rewards: list[float] | None = None
     status: Status = Status.ok
     error: str = ""
     truncated: bool = False
@@ -88,12 +92,16 @@ class Trajectory:
 
 @dataclass(kw_only=True)
 class Group:
-    """The trajectories of one prompt. `position` counts prompts drawn since the start of training."""
+    """The trajectories of one prompt. `position` counts prompts drawn since the start of training.
+
+    `baseline` is the greedy answer, where the estimator compares with one; it is not trained on.
+    """
 
     position: int
     prompt: Prompt
     trajectories: list[Trajectory]
     version: int
+    baseline: Trajectory | None = None
 
     @property
     def valid(self) -> list[Trajectory]:
@@ -105,8 +113,11 @@ class Batch:
     """Rows of one step, right-padded. Float arrays are float32.
 
     tokens [B, T] int64; attention_mask, action_mask [B, T] bool; rollout_logprobs, train_logprobs, ref_logprobs,
-    values, advantages, returns [B, T]; rewards [B]; group_index, prompt_len, version [B] int64.
-    `version` is the oldest weight version that sampled a token of the row.
+    teacher_logprobs, values, advantages, returns, token_rewards [B, T]; rewards, baseline [B]; reward_parts [B, K];
+    truncated [B] bool; group_index, prompt_len, version [B] int64.
+    `version` is the oldest weight version that sampled a token of the row. values: of the state before each token;
+    bootstrap [B]: of the state after the row's last one. teacher_ids [B, T, k] int64 and teacher_topk [B, T, k]: the
+    teacher's k likeliest tokens at each place and their log-probabilities. loss_weight [B] float64: see rl.aggregation.
     """
 
     tokens: torch.Tensor
@@ -117,11 +128,21 @@ class Batch:
     group_index: torch.Tensor
     prompt_len: torch.Tensor
     version: torch.Tensor
+    truncated: torch.Tensor
     train_logprobs: torch.Tensor | None = None
     ref_logprobs: torch.Tensor | None = None
     values: torch.Tensor | None = None
+    bootstrap: torch.Tensor | None = None
     advantages: torch.Tensor | None = None
     returns: torch.Tensor | None = None
+    baseline: torch.Tensor | None = None
+    reward_parts: torch.Tensor | None = None
+    token_rewards: torch.Tensor | None = None
+    teacher_logprobs: torch.Tensor | None = None
+    teacher_ids: torch.Tensor | None = None
+    teacher_topk: torch.Tensor | None = None
+    loss_weight: torch.Tensor | None = None
+    kl_coef: float = 0.0
 
     @property
     def num_rows(self) -> int:
@@ -142,19 +163,39 @@ class Batch:
         index = torch.tensor(rows, dtype=torch.long)
         width = int(self.attention_mask[index].sum(-1).max()) if rows else 0
 
-        def cut(value: torch.Tensor | None) -> torch.Tensor | None:
-            if value is None:
-                return None
+        per_token = self.tokens.shape[1]
+
+        def cut(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
             rows_of = value[index]
-            return (rows_of[:, :width] if rows_of.dim() == 2 else rows_of).clone()
+            along = rows_of.dim() > 1 and rows_of.shape[1] == per_token
+            return (rows_of[:, :width] if along else rows_of).clone()
 
         picked: dict[str, Any] = {name: cut(getattr(self, name)) for name in self.__dataclass_fields__}
         return Batch(**picked)
 
 
 @dataclass(kw_only=True)
+class Scores:
+    """What a forward of the policy gives for each action token, [B, T] float32, 0 elsewhere.
+
+    divergence: reverse KL to the teacher's distribution, where the batch holds one.
+    """
+
+    logprobs: torch.Tensor
+    entropy: torch.Tensor
+    divergence: torch.Tensor | None = None
+
+
+@dataclass(kw_only=True)
 class RunState:
-    """What a run must remember. `step` == finished steps == weight version."""
+    """What a run must remember. `step` == finished steps == weight version.
+
+    prompts_consumed: the position of the next prompt. pass_rates: rolling pass rate of each prompt, by its index in the
+    data. kl_coef: the coefficient in force, once a controller has moved it. reference_step: the version that the
+    reference holds, 0 for the model that training started from.
+    """
 
     step: int = 0
     optimizer_step: int = 0
@@ -163,14 +204,17 @@ class RunState:
     tokens_trained: int = 0
     trajectories_failed: int = 0
     wall_s: float = 0.0
+    kl_coef: float | None = None
+    reference_step: int = 0
+    pass_rates: dict[str, float] = field(default_factory=dict)
     tracking_ids: dict[str, str] = field(default_factory=dict)
 
     def advance(self, groups: list[Group], optimizer_steps: int) -> None:
-        """Counts one finished step over `groups`, trained with `optimizer_steps` optimizer steps."""
+        """Counts one finished step that drew `groups` and made `optimizer_steps` optimizer steps."""
         trajectories = [t for g in groups for t in g.trajectories]
         self.step += 1
         self.optimizer_step += optimizer_steps
-        self.prompts_consumed += len(groups)
+        self.prompts_consumed = max(g.position for g in groups) + 1
         self.tokens_sampled += sum(t.num_action_tokens for t in trajectories)
         self.tokens_trained += sum(len(t.token_ids) for t in trajectories if t.valid)
         self.trajectories_failed += sum(not t.valid for t in trajectories)

@@ -16,6 +16,8 @@ Record = dict[str, Any]
 # (where it stands, for messages; the record)
 Row = tuple[str, Record]
 
+# Folders that scripts/prepare_model.py makes.
+OURS = ("models/tiny", "models/smollm2")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -245,21 +247,33 @@ def render_prompts(
     return prompts, len(records) - len(prompts)
 
 
-def load_tokenizer(model_path: str) -> Any:
+def read_object(path: Path, key: str = "model.path") -> dict[str, Any]:
+    """The JSON object in a file of the model folder. Raises ConfigError."""
+    try:
+        value = json.loads(path.read_text())
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{key}={path.parent}: {path.name} is not JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{key}={path.parent}: {path.name} holds a {type(value).__name__}, not a JSON object")
+    return value
+
+
+def load_tokenizer(model_path: str, key: str = "model.path") -> Any:
     """The transformers tokenizer of a model folder. Raises ConfigError when something is missing or broken."""
     folder = Path(model_path)
     if not folder.is_dir():
-        raise ConfigError(f"model.path={model_path}: no such folder (looked in {Path.cwd()})")
+        make = f"; make it with: python scripts/prepare_model.py {folder.name}" if model_path in OURS else ""
+        raise ConfigError(f"{key}={model_path}: no such folder (looked in {Path.cwd()}){make}")
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"model.path={model_path}: no config.json in it; a Hugging Face model folder is needed")
+        raise ConfigError(f"{key}={model_path}: no config.json in it; a Hugging Face model folder is needed")
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        raise ConfigError(f"model.path={model_path}: no tokenizer in it (one of {', '.join(TOKENIZER_FILES)})")
+        raise ConfigError(f"{key}={model_path}: no tokenizer in it (one of {', '.join(TOKENIZER_FILES)})")
     from transformers import AutoTokenizer  # seconds, which a wrong path need not cost
 
     try:
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:  # whatever a broken file makes the many tokenizer classes raise
-        raise ConfigError(f"model.path={model_path}: its tokenizer cannot be loaded: {describe(error)}") from error
+        raise ConfigError(f"{key}={model_path}: its tokenizer cannot be loaded: {describe(error)}") from error
 
 
 def load_demonstrations(

@@ -5,6 +5,7 @@ completions and rewards. Lag is a number here, not a second trainer.
 """
 
 import asyncio
+import dataclasses
 import hashlib
 import math
 import random
@@ -15,7 +16,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from conf.schema import Config
+from conf.schema import Advantage, Config
 from rl.faults import RoleDied, RoleTimeout
 from rl.prompts import PromptStream
 from rl.types import Completion, Group, Prompt, Sampling, Status, Trajectory
@@ -54,9 +55,10 @@ class RolloutPool:
         scorer: Scorer,
         decode: Callable[[list[int]], str],
         stop_token_ids: tuple[int, ...],
+        is_settled: Callable[[int], bool] = lambda _: False,
     ):
         self.cfg, self.engines, self.stream, self.scorer, self.decode = cfg, list(engines), stream, scorer, decode
-        self.stop_token_ids = stop_token_ids
+        self.stop_token_ids, self.is_settled = stop_token_ids, is_settled
         self.sampling = Sampling(
             max_tokens=cfg.rollout.max_tokens, temperature=cfg.rollout.temperature, stop_token_ids=stop_token_ids
         )
@@ -65,7 +67,7 @@ class RolloutPool:
         self._owner: dict[str, int] = {}
         self._load = [0] * len(self.engines)
         self._dead: dict[int, str] = {}
-        self._version = self._position = self._end = self._start_position = self._start_version = 0
+        self._version = self._position = 0
         self._serial = 0
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout-pool", daemon=True)
@@ -77,9 +79,7 @@ class RolloutPool:
 
     def start(self, first_position: int, version: int) -> None:
         """As rl.roles.Rollouts."""
-        self._position = self._start_position = first_position
-        self._start_version = version
-        self._end = first_position + (self.cfg.num_steps - version) * self.cfg.prompts_per_step
+        self._position = first_position
         self.set_version(version)
 
     def set_version(self, version: int) -> None:
@@ -108,24 +108,39 @@ class RolloutPool:
     # -- inside the loop --
 
     async def _advance(self, version: int) -> None:
-        """Starts every group that `version` allows, all requests of an engine in one call."""
+        """Starts every group that `version` allows."""
         self._version = version
-        steps = version - self._start_version + 1 + self.cfg.max_lag
-        allowed = min(self._end, self._start_position + steps * self.cfg.prompts_per_step)
+        steps = min(self.cfg.num_steps - version, 1 + self.cfg.max_lag)
+        await self._start_groups(steps * self.cfg.prompts_per_step - len(self._groups))
+
+    async def _start_groups(self, count: int) -> None:
+        """Starts `count` groups at the next positions, all requests of an engine in one call."""
         batches: list[list[Request]] = [[] for _ in self.engines]
-        for position in range(self._position, allowed):
+        for _ in range(count):
+            position = self._position = self._unsettled(self._position)
+            self._position += 1
             prompt = self.stream.at(position)
             pending = []
             for sample in range(self.cfg.samples_per_prompt):
                 seed = derive_seed("train", self.cfg.seed, position, sample)
                 pending.append(self._prepare(prompt, self.sampling, seed, batches))
-            self._groups.append(asyncio.create_task(self._gather(position, prompt, pending, version)))
-        self._position = max(self._position, allowed)
+            if self.cfg.algo.advantage is Advantage.remax:
+                greedy = dataclasses.replace(self.sampling, temperature=0.0)
+                pending.append(self._prepare(prompt, greedy, 0, batches))
+            self._groups.append(asyncio.create_task(self._gather(position, prompt, pending, self._version)))
         await self._send(batches)
 
+    def _unsettled(self, position: int) -> int:
+        """The first position from `position` on whose prompt can teach something; after a whole epoch of others, the
+        given one."""
+        for later in range(position, position + len(self.stream.prompts)):
+            if not self.is_settled(self.stream.at(later).index):
+                return later
+        return position
+
     async def _take(self, count: int) -> list[Group]:
-        if len(self._groups) < count:
-            raise RuntimeError(f"{count} groups wanted, {len(self._groups)} started: the version was not advanced")
+        """The next `count` groups; starts those that a step needs beyond its batch (dynamic sampling)."""
+        await self._start_groups(count - len(self._groups))
         taken = [self._groups.popleft() for _ in range(count)]
         groups = list(await asyncio.gather(*taken))
         self._require_living()
@@ -153,8 +168,12 @@ class RolloutPool:
         return rows
 
     async def _gather(self, position: int, prompt: Prompt, pending: list[tuple[str, int]], version: int) -> Group:
-        trajectories = await asyncio.gather(*(self._finish(prompt, *item) for item in pending))
-        return Group(position=position, prompt=prompt, trajectories=list(trajectories), version=version)
+        trajectories = list(await asyncio.gather(*(self._finish(prompt, *item) for item in pending)))
+        baseline = trajectories.pop() if len(trajectories) > self.cfg.samples_per_prompt else None
+        if baseline is not None and not baseline.valid:  # without it the others have no advantage
+            for trajectory in trajectories:
+                trajectory.status, trajectory.error = baseline.status, f"the greedy baseline failed: {baseline.error}"
+        return Group(position=position, prompt=prompt, trajectories=trajectories, version=version, baseline=baseline)
 
     def _prepare(self, prompt: Prompt, sampling: Sampling, seed: int, batches: list[list[Request]]) -> tuple[str, int]:
         """Adds one request to the batch of the least loaded living engine; gives its id and engine."""
@@ -227,6 +246,7 @@ class RolloutPool:
             scored = Scored(reward=None, status=Status.reward_failed, error=traceback.format_exc(), seconds=0.0)
         trajectory.status, trajectory.error = scored.status, scored.error
         trajectory.reward = scored.reward if scored.reward is not None else 0.0
+        trajectory.rewards = scored.rewards
         return trajectory
 
     async def _outcome(self, request_id: str, engine: int) -> Outcome:

@@ -1,6 +1,5 @@
 """Everything that can be known to be wrong before a process starts: model, data, reward, sizes, disk."""
 
-import json
 import math
 import shutil
 from dataclasses import dataclass, field
@@ -10,8 +9,9 @@ from typing import Any
 from conf.errors import ConfigError
 from conf.schema import Config
 from rl.types import Prompt
-from rollout.data import load_records, load_tokenizer, render_prompts
+from rollout.data import load_records, load_tokenizer, read_object, render_prompts
 from rollout.rewards import check_reward
+from rollout.role_models import check_role_models
 from weightsync.folder import folder_shapes
 
 # Bytes of a checkpoint for each parameter: fp32 master and two fp32 moments.
@@ -39,6 +39,7 @@ def prepare(cfg: Config) -> Prepared:
     """Loads tokenizer and prompts and checks them against the configuration. Raises ConfigError; starts nothing."""
     tokenizer = load_tokenizer(cfg.model.path)
     model = read_model_config(cfg)
+    check_role_models(cfg, tokenizer)
     shapes = model_shapes(Path(cfg.model.path))
     train_rows, eval_rows = load_records(cfg.data, cfg.seed)
     room = cfg.rollout.max_model_len - 1
@@ -93,17 +94,6 @@ def read_model_config(cfg: Config) -> dict[str, Any]:
     return model
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file of the model folder. Raises ConfigError."""
-    try:
-        value = json.loads(path.read_text())
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"model.path={path.parent}: {path.name} is not JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"model.path={path.parent}: {path.name} holds a {type(value).__name__}, not a JSON object")
-    return value
-
-
 def model_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every tensor of a Hugging Face folder. Raises ConfigError when there are no weights."""
     try:
@@ -128,7 +118,7 @@ def require_disk(cfg: Config, shapes: dict[str, tuple[int, ...]]) -> None:
     """
     run_dir = Path(cfg.run_dir or (cfg.resume if cfg.resume not in ("auto", "never") else "runs")).absolute()
     disk = next(folder for folder in (run_dir, *run_dir.parents) if folder.exists())
-    parameters = sum(math.prod(shape) for shape in shapes.values())
+    parameters = sum(math.prod(shape) for shape in shapes.values()) * (2 if cfg.algo.has_critic else 1)
     wanted = parameters * (
         (CHECKPOINT_BYTES if cfg.checkpoint.every or cfg.checkpoint.at_end else 0) + (4 if cfg.checkpoint.export else 0)
     )

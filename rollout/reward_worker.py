@@ -159,24 +159,24 @@ def serve(fd: int, parent: int) -> None:
             _reply(channel, *_score(function, kwargs, runner, request))
 
 
-def _reply(channel: socket.socket, kind: str, value: float | str | None) -> None:
+def _reply(channel: socket.socket, kind: str, value: float | dict[str, float] | str | None) -> None:
     send(channel, json.dumps([kind, value]).encode())
 
 
 def _score(
     function: Callable[..., Any], kwargs: dict[str, Any], runner: asyncio.Runner, request: bytes
-) -> tuple[str, float | str]:
-    """(REWARD, number), (BAD_VALUE, what came back instead) or (RAISED, traceback)."""
+) -> tuple[str, float | dict[str, float] | str]:
+    """(REWARD, number or {name: number}), (BAD_VALUE, what came back instead) or (RAISED, traceback)."""
     try:
         completion, record = pickle.loads(request)
         value = function(completion, record, **kwargs)
         if inspect.isawaitable(value):
             value = runner.run(_finish(value))
-        number = as_number(value)
-        if number is None:
+        reward = {str(k): as_number(v) for k, v in value.items()} if isinstance(value, dict) else as_number(value)
+        if reward is None or (isinstance(reward, dict) and (not reward or None in reward.values())):
             shown = f"{reprlib.repr(value)} ({type(value).__name__})"
             return BAD_VALUE, f"the reward function returned {shown}, not a finite number"
-        return REWARD, number
+        return REWARD, reward  # type: ignore[return-value]  # no value of the dict is None
     except BaseException as error:  # SystemExit of a reward function is an answer too, not the end of the worker
         frames = error.__traceback__.tb_next if error.__traceback__ else None
         return RAISED, "".join(traceback.format_exception(type(error), error, frames))[-ERROR_CHARS:]

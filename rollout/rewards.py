@@ -6,7 +6,7 @@ import queue
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from conf.errors import ConfigError
@@ -28,10 +28,14 @@ from rollout.reward_worker import (
 
 @dataclass(frozen=True, kw_only=True)
 class Scored:
-    """The outcome of one call. `reward` is None unless status is ok; `seconds` leave out the wait in line."""
+    """The outcome of one call. `reward` is None unless status is ok; `seconds` leave out the wait in line.
+
+    rewards: the named rewards that `reward` is the weighted sum of, where the function returns several.
+    """
 
     reward: float | None
     status: Status
+    rewards: dict[str, float] = field(default_factory=dict)
     error: str = ""
     seconds: float = 0.0
 
@@ -110,9 +114,11 @@ class RewardPool:
             began = time.monotonic()
             kind, value = call(worker, request, self._cfg.deadline_s)
             seconds = time.monotonic() - began
-            if kind == REWARD:
-                return Scored(reward=value, status=Status.ok, seconds=seconds)
-            return _failed(value, seconds)
+            wrong = value if kind != REWARD else wrong_names(value, self._cfg.weights)
+            if wrong:
+                return _failed(wrong, seconds)
+            rewards = value if isinstance(value, dict) else {}
+            return Scored(reward=total(value, self._cfg.weights), status=Status.ok, rewards=rewards, seconds=seconds)
         except Exception as error:
             seconds = time.monotonic() - began
             ready = worker is not None and worker.ready
@@ -142,6 +148,21 @@ def _failed(error: str, seconds: float = 0.0) -> Scored:
     return Scored(reward=None, status=Status.reward_failed, error=error, seconds=seconds)
 
 
+def wrong_names(value: float | dict[str, float], weights: dict[str, float]) -> str:
+    """Why a returned reward does not fit `reward.weights`, or "". Several rewards need a weight each."""
+    found = sorted(value) if isinstance(value, dict) else []
+    if found == sorted(weights):
+        return ""
+    given = f"rewards named {', '.join(found)}" if found else "one number"
+    wanted = ", ".join(sorted(weights)) or "none: set it to {name: weight, ...}"
+    return f"the reward function returned {given}, but reward.weights names {wanted}"
+
+
+def total(value: float | dict[str, float], weights: dict[str, float]) -> float:
+    """The weighted sum of named rewards, or the one reward."""
+    return sum(weights[name] * part for name, part in value.items()) if isinstance(value, dict) else value
+
+
 def check_reward(cfg: RewardConfig, record: dict[str, Any]) -> str:
     """Imports the reward function in a process and calls it once, with an empty completion. Returns a warning, or "".
 
@@ -167,8 +188,9 @@ def check_reward(cfg: RewardConfig, record: dict[str, Any]) -> str:
             return f"{key}: an empty completion had no reward within reward.deadline_s={cfg.deadline_s:g}"
         except (EOFError, OSError):
             return f"{key}: an empty completion: {describe_death(worker)}"
-        if kind == BAD_VALUE:
-            raise ConfigError(f"{key}: for an empty completion {value}")
+        wrong = value if kind == BAD_VALUE else wrong_names(value, cfg.weights) if kind == REWARD else ""
+        if wrong:
+            raise ConfigError(f"{key}: for an empty completion {wrong}")
         return "" if kind == REWARD else f"{key}: an empty completion raised\n{value}"
     finally:
         kill_worker(worker)

@@ -4,6 +4,8 @@
     python scripts/bench.py train --json runs/bench/train.json       against a plain torch loop
     python scripts/bench.py sync --json runs/bench/sync.json         against the engine's own load plus one memcpy
     python scripts/bench.py step --json runs/bench/step.json         against TRL's GRPOTrainer
+    python scripts/bench.py logprobs --json runs/bench/logprobs.json        against logits of all tokens at once
+    python scripts/bench.py algorithms --json runs/bench/algorithms.json    every algorithm on one task
 
 docs/performance.md says what each one measures and how to read it. Use an idle machine.
 """
@@ -20,8 +22,13 @@ NAMES = {
     "train": "one update at ZeRO-1 on one rank, against a plain torch loop",
     "sync": "a push of all weights, against the engine's own load from warm memory plus one memcpy",
     "step": "a whole step of the quickstart, against TRL's GRPOTrainer",
+    "logprobs": "log-probabilities and entropies over a large vocabulary with their gradients, against the naive way",
+    "algorithms": "every algorithm on the tiny task from one warm start; also writes a table (.md) and curves (.png)",
 }
-REPEATS = {"rollout": 5, "train": 5, "sync": 9, "step": 2}
+REPEATS = {"rollout": 5, "train": 5, "sync": 9, "step": 2, "logprobs": 3, "algorithms": 1}
+# The tiny task of `algorithms` has its own model and sizes.
+MODELS = {"algorithms": "models/tiny"}
+SIZES = {"algorithms": (32, 16, 8)}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -33,12 +40,24 @@ def build_parser() -> argparse.ArgumentParser:
         sub.add_argument(
             "--repeats", type=positive, default=REPEATS[name], help="measurements of each side [%(default)s]"
         )
-        sub.add_argument("--model", default="models/smollm2", help="Hugging Face model folder [%(default)s]")
+        if name == "logprobs":
+            sizes = {"tokens": 8192, "vocabulary": 50_000, "width": 576, "chunk-tokens": 256}
+            for key, size in sizes.items():
+                sub.add_argument(f"--{key}", type=positive, default=size, help="size of the work [%(default)s]")
+            sub.add_argument("--threads", type=positive, default=os.cpu_count() or 1, help="CPU threads [all cores]")
+            continue
+        model = MODELS.get(name, "models/smollm2")
+        sub.add_argument("--model", default=model, help="Hugging Face model folder [%(default)s]")
         sub.add_argument("--threads", type=positive, default=os.cpu_count() or 1, help="CPU threads [all cores]")
         if name != "sync":
-            sub.add_argument("--prompts", type=positive, default=8, help="prompts of a batch [%(default)s]")
-            sub.add_argument("--samples", type=group_size, default=8, help="samples of each prompt [%(default)s]")
-            sub.add_argument("--max-tokens", type=positive, default=16, help="tokens of a completion [%(default)s]")
+            prompts, samples, tokens = SIZES.get(name, (8, 8, 16))
+            sub.add_argument("--prompts", type=positive, default=prompts, help="prompts of a batch [%(default)s]")
+            sub.add_argument("--samples", type=group_size, default=samples, help="samples of each prompt [%(default)s]")
+            sub.add_argument("--max-tokens", type=positive, default=tokens, help="tokens of a completion [%(default)s]")
+        if name == "algorithms":
+            sub.add_argument("--steps", type=positive, default=80, help="steps of each run [%(default)s]")
+            sub.add_argument("--jobs", type=positive, default=2, help="runs at a time [%(default)s]")
+            sub.add_argument("--only", nargs="+", metavar="NAME", help="these algorithms [all]")
         if name == "step":
             sub.add_argument("--steps", type=positive, default=4, help="steps counted in each run [%(default)s]")
             sub.add_argument("--skip-yardstick", action="store_true", help="measure Tandem alone, without TRL")
@@ -63,7 +82,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     """The arguments; exits with code 2, before anything starts, when something is wrong with them."""
     parser = build_parser()
     args = parser.parse_args(argv)
-    if not (Path(args.model) / "config.json").is_file():
+    if "model" in args and not (Path(args.model) / "config.json").is_file():
         parser.error(f"--model {args.model}: no config.json there; a Hugging Face model folder is needed")
     try:
         args.json.parent.mkdir(parents=True, exist_ok=True)
@@ -71,7 +90,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         parser.error(f"--json {args.json}: {error.strerror}")
     if args.json.is_dir() or not os.access(args.json.parent, os.W_OK):
         parser.error(f"--json {args.json}: cannot be written")
-    args.model = str(Path(args.model).absolute())
+    if "model" in args:
+        args.model = str(Path(args.model).absolute())
     return args
 
 

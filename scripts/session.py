@@ -7,17 +7,21 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from rich.console import Console
 
 from actors.checkpoint import publish
 from actors.cluster import Cluster, detect_device
-from actors.engine import OptimizerSpec
-from actors.group import ActorPolicy, ActorReference, RankGroup
+from actors.engine import optimizer_spec
+from actors.group import RankGroup, in_thread
 from actors.resume import Start, resolve_start
+from actors.roles import ActorCritic, ActorPolicy, ActorReference, ActorRewardModel, ActorTeacher
 from conf.launch import to_dict, to_yaml
 from conf.schema import Config
 from rl.batching import NoValidTrajectories
@@ -29,6 +33,7 @@ from rl.numerics import MismatchError
 from rl.prompts import PromptStream
 from rl.roles import Metrics, Roles
 from rl.run_folder import write_config, write_json, write_versions
+from rl.sampling import is_settled
 from rl.summary import build_summary, final_table, plot_reward
 from rl.timing import make_timer
 from rl.tracking import Tracker, open_loggers
@@ -83,6 +88,9 @@ class Session:
         self.phases: dict[str, float] = {}
         self.timer = make_timer(self.phases, view.phase)
         self.begun = time.monotonic()
+        # The present reference, once it is no longer the model that training started from.
+        kept = start.checkpoint / "reference" if start.checkpoint else None
+        self.reference_folder = kept if kept is not None and kept.exists() else None
 
     def run(self) -> int:
         """Trains; writes summary.json whatever happens. Returns the exit code."""
@@ -135,7 +143,7 @@ class Session:
             stack.callback(cluster.stop)
             stack.callback(cluster.save_logs, self.start.run_dir / "logs")
             on_gpu = detect_device(cfg) == "cuda"
-            ranks = cfg.train_ranks * (2 if self.cfg.algo.kl_coef > 0 else 1)
+            ranks = cfg.train_ranks * len([r for r in role_paths(self.cfg, "") if r not in cfg.colocate])
             engines = sum(self.cfg.engine_tp(i) for i in range(cfg.rollout_engines))
             cluster.require(
                 {
@@ -147,31 +155,22 @@ class Session:
 
     def _train(self, cluster: Cluster, stack: ExitStack) -> None:
         cfg, prepared = self.cfg, self.prepared
-        trainer = cfg.trainer
         model_path = self._warm_start(cluster)
-        spec = OptimizerSpec(
-            kind=trainer.optimizer,
-            beta1=trainer.beta1,
-            beta2=trainer.beta2,
-            eps=trainer.eps,
-            weight_decay=trainer.weight_decay,
-            grad_clip=trainer.grad_clip,
-        )
+        self.groups = make_groups(cfg, cluster, role_paths(cfg, model_path, self.reference_folder))
         with self.view.phase("load models"):
-            group = RankGroup(cfg, cluster, "policy", model_path, spec)
             engines = EngineGroup(cfg, cluster, model_path)
-            frozen = RankGroup(cfg, cluster, "reference", model_path, None) if cfg.algo.kl_coef > 0 else None
-            groups = [group, frozen] if frozen else [group]
             stack.callback(engines.stop)
-            for ranks in groups:
-                stack.callback(ranks.stop)
-            for ready in [*(ranks.start() for ranks in groups), engines.start()]:
+            for group in self.groups.values():
+                stack.callback(group.stop)
+            # Roles of one process start one after another, processes side by side.
+            for ready in [start_in_turn(self.groups), engines.start()]:
                 ready.result()
-        self.policy = ActorPolicy(cfg, group)
+        self.policy = ActorPolicy(cfg, self.groups["policy"])
         self.model_path = model_path
         if self.start.checkpoint:
             with self.view.phase("load checkpoint"):
-                self.policy.load(self.start.checkpoint)
+                for group in self._trained():
+                    group.call("load", str(self.start.checkpoint))
         info = self.policy.manifest()
         engines.connect(info)
         buckets = info["manifest"]["buckets"]
@@ -187,17 +186,25 @@ class Session:
         scorer = RewardPool(cfg.reward)
         stack.callback(scorer.close)
         stream = PromptStream(prompts=prepared.train, seed=cfg.seed, shuffle=cfg.data.shuffle)
-        self.pool = RolloutPool(cfg, engines.handles, stream, scorer, prepared.decode, prepared.stop_token_ids)
-        stack.callback(self.pool.close)
-        roles = Roles(
-            policy=self.policy, rollouts=self.pool, sync=sync, reference=ActorReference(cfg, frozen) if frozen else None
+        self.pool = RolloutPool(
+            cfg,
+            engines.handles,
+            stream,
+            scorer,
+            prepared.decode,
+            prepared.stop_token_ids,
+            partial(is_settled, cfg.algo, self.state.pass_rates),
         )
+        stack.callback(self.pool.close)
+        made = {role: KINDS[role](cfg, group) for role, group in self.groups.items() if role in KINDS}
+        self.reference: ActorReference | None = made.get("reference")
+        roles = Roles(policy=self.policy, rollouts=self.pool, sync=sync, **made)
         run_loop(cfg, roles, self.state, self.timer, self._before_first, self._after_step)
         if cfg.checkpoint.at_end and self.state.step % (cfg.checkpoint.every or self.state.step + 1):
             self._save()
         if cfg.checkpoint.export:
             with self.view.phase("export"):
-                group.call("export", None, str(self.start.run_dir / "hf"), model_path)
+                self.groups["policy"].call("export", str(self.start.run_dir / "hf"), model_path)
 
     def _warm_start(self, cluster: Cluster) -> str:
         """The model folder that the policy starts from: model.path, or the warm start's, made once in this run."""
@@ -233,6 +240,8 @@ class Session:
             evaluation = self._evaluate()
             write_json(self.start.run_dir / f"evaluation_{step:06d}.json", evaluation)
             metrics |= {k: v for k, v in evaluation.items() if isinstance(v, float)}
+        if cfg.algo.reference_refresh and step % cfg.algo.reference_refresh == 0:
+            self._refresh_reference()
         self._write_samples(step, groups)
         self.tracker.log(step, metrics)
         if cfg.checkpoint.every and step % cfg.checkpoint.every == 0:
@@ -245,18 +254,44 @@ class Session:
         with self.view.phase("evaluate"):
             return evaluate(self.cfg, self.pool, self.prepared.held_out, self.prepared.stop_token_ids)
 
+    def _refresh_reference(self) -> None:
+        """Has the reference take the policy's weights, which checkpoints from now on keep beside their own."""
+        assert self.reference is not None
+        with self.view.phase("refresh reference"):
+            folder = self.start.run_dir / "reference"
+            self.groups["policy"].call("export", str(folder), self.model_path)
+            self.reference.reload(folder)
+            self.reference_folder, self.state.reference_step = folder, self.state.step
+
+    def _trained(self) -> list[RankGroup]:
+        """The groups whose state a checkpoint holds."""
+        return [self.groups[role] for role in ("policy", "critic") if role in self.groups]
+
+    def _write_checkpoint(self, folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """Has all trained ranks write their shards into `folder`; gives manifest entries and further fields."""
+        entries: list[dict[str, Any]] = []
+        roles: dict[str, Any] = {}
+        for group in self._trained():
+            for written in group.call("save", str(folder)):
+                entries += written
+            roles[group.role] = group.call("state")[0]
+        return entries, {"roles": roles}
+
     def _save(self) -> None:
         with self.view.phase("save"):
             state = dataclasses.replace(self.state, wall_s=self.state.wall_s + time.monotonic() - self.begun)
-            publish(
+            saved = publish(
                 self.start.run_dir / "checkpoints",
                 self.state.step,
-                self.policy.save,
+                self._write_checkpoint,
                 dataclasses.asdict(state),
                 to_dict(self.cfg),
                 Path(self.model_path),
                 self.cfg.checkpoint.keep,
+                self.reference_folder,
             )
+            if self.reference_folder is not None:  # the older checkpoint that held it may be gone by now
+                self.reference_folder = saved / "reference"
 
     def _write_samples(self, step: int, groups: list[Group]) -> None:
         """A few rollouts of the step, with what went wrong in it, to rollouts.jsonl."""
@@ -278,6 +313,53 @@ class Session:
                     "num_tokens": t.num_action_tokens,
                 }
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+KINDS: dict[str, Any] = {
+    "critic": ActorCritic,
+    "reference": ActorReference,
+    "teacher": ActorTeacher,
+    "reward_model": ActorRewardModel,
+}
+
+
+def role_paths(cfg: Config, model_path: str, reference: Path | None = None) -> dict[str, str]:
+    """The training roles of a configuration, in the order in which they start, and the model folder of each."""
+    paths = {"policy": model_path}
+    if cfg.algo.has_critic:
+        paths["critic"] = cfg.critic.path or model_path
+    if cfg.algo.has_reference:
+        paths["reference"] = str(reference or model_path)
+    if cfg.algo.has_teacher:
+        paths["teacher"] = str(cfg.teacher.path)
+    if cfg.reward_model.path is not None:
+        paths["reward_model"] = cfg.reward_model.path
+    return paths
+
+
+def make_groups(cfg: Config, cluster: Cluster, paths: dict[str, str]) -> dict[str, RankGroup]:
+    """A group of ranks for each role: beside the policy where `cluster.colocate` says so, else in its own processes."""
+    spec, groups = optimizer_spec(cfg.trainer), dict[str, RankGroup]()
+    for role, path in paths.items():
+        trained = spec if role in ("policy", "critic") else None
+        beside = groups["policy"] if role in cfg.cluster.colocate else None
+        groups[role] = RankGroup(cfg, cluster, role, path, trained, beside)
+    return groups
+
+
+def start_in_turn(groups: dict[str, RankGroup]) -> Future[None]:
+    """Loads all roles: those in processes of their own side by side, those beside the policy after it."""
+
+    def begin() -> None:
+        own = [group.start() for group in groups.values() if group.owned]
+        own[0].result()
+        for group in groups.values():
+            if not group.owned:
+                group.start().result()
+        for ready in own:
+            ready.result()
+
+    return in_thread(begin)
 
 
 def probe_row(vocabulary: int, count: int, seed: int) -> list[int]:

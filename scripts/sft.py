@@ -13,7 +13,7 @@ from pathlib import Path
 from actors.cluster import Cluster
 from actors.engine import OptimizerSpec
 from actors.group import RankGroup, as_micro
-from actors.policy import Update
+from actors.rank import Update
 from conf.launch import launch
 from conf.schema import Config, Layout, Optimizer, Schedule
 from rl.batching import collate, plan_micro_batches
@@ -76,11 +76,11 @@ def warm_start(
                     per_rank[rank].append(
                         Update(micros=micros, num_action_tokens=batch.num_action_tokens, lr=lr, version=0)
                     )
-            results = group.call("sft", [(updates,) for updates in per_rank])
+            results = group.call_each("sft", per_rank)
             tokens = per_rank[0][-1].num_action_tokens
             loss = sum(rank[-1]["loss"] for rank in results) / tokens
             say(f"warm start {last}/{sft.num_steps}: loss {loss:.3f}, {time.monotonic() - started:.0f} s")
-        group.call("export", None, str(out), cfg.model.path)
+        group.call("export", str(out), cfg.model.path)
         return {"sft/loss": loss, "sft/seconds": time.monotonic() - started}
     finally:
         group.stop()

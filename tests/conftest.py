@@ -1,9 +1,13 @@
 """What several test files need: a tiny Hugging Face folder, and hypothesis without wall-clock limits."""
 
+import os
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+# Before torch is imported: on models as small as those of the tests, a second thread costs more than it brings.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A busy machine must not fail a property, and a failure must come back in the next run.
 settings.register_profile("tandem", deadline=None, derandomize=True, max_examples=50)

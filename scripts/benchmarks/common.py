@@ -221,26 +221,18 @@ class Parts:
 def start_parts(cfg: Config, prepared: Prepared, with_engines: bool) -> Iterator[Parts]:
     """Starts the training ranks, and the rollout engines when asked for; ends them all."""
     from actors.cluster import Cluster
-    from actors.engine import OptimizerSpec
-    from actors.group import ActorPolicy, RankGroup
+    from actors.engine import optimizer_spec
+    from actors.group import RankGroup
+    from actors.roles import ActorPolicy
     from rollout.engines import EngineGroup
     from scripts.session import probe_row
     from weightsync.sync import WeightSync
 
-    trainer = cfg.trainer
-    spec = OptimizerSpec(
-        kind=trainer.optimizer,
-        beta1=trainer.beta1,
-        beta2=trainer.beta2,
-        eps=trainer.eps,
-        weight_decay=trainer.weight_decay,
-        grad_clip=trainer.grad_clip,
-    )
     with ExitStack() as stack:
         say("starting Tandem's actors")
         cluster = Cluster(cfg.cluster)
         stack.callback(cluster.stop)
-        group = RankGroup(cfg, cluster, "policy", cfg.model.path, spec)
+        group = RankGroup(cfg, cluster, "policy", cfg.model.path, optimizer_spec(cfg.trainer))
         stack.callback(group.stop)
         starting = [group.start()]
         engines = None

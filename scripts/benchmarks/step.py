@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from conf.errors import ConfigError
-from rl.faults import RoleDied, RoleTimeout
+from rl.faults import RoleDied
 from rollout.preflight import prepare
 from scripts.benchmarks.common import (
     ROOT,
-    TIMEOUT_S,
     Result,
     Row,
     base_overrides,
@@ -31,6 +30,7 @@ from scripts.benchmarks.common import (
     medians,
     say,
 )
+from scripts.benchmarks.programs import read_steps, run_program
 
 VENV = ROOT / ".venv-trl"
 REQUIREMENTS = ROOT / "requirements" / "trl.txt"
@@ -87,12 +87,6 @@ def run_tandem(args: argparse.Namespace, seed: int) -> dict[str, float]:
     return figures | {"peak_rss_bytes": summary["peak_rss_bytes"]}
 
 
-def read_steps(path: Path) -> list[dict[str, float]]:
-    """The steps of a metrics.jsonl, without what was logged before the first one."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    return [row for row in rows if "time/step_s" in row]
-
-
 def run_trl(args: argparse.Namespace, python: Path, seed: int) -> dict[str, float]:
     """The figures of one run of TRL."""
     command = [
@@ -112,27 +106,6 @@ def run_trl(args: argparse.Namespace, python: Path, seed: int) -> dict[str, floa
         "completion_tokens": found["mean_length"],
         "peak_rss_bytes": found["peak_rss_bytes"],
     }
-
-
-def run_program(command: list[str], env: dict[str, str]) -> str:
-    """Runs a program at the root of the project; its standard output. Raises RoleDied with its last words."""
-    with subprocess.Popen(
-        command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
-        try:
-            out, err = process.communicate(timeout=TIMEOUT_S)
-        except BaseException as error:
-            process.terminate()  # train.py cleans up after itself
-            try:
-                process.wait(timeout=30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-            if isinstance(error, subprocess.TimeoutExpired):
-                raise RoleTimeout(f"{' '.join(command[:3])} did not end in {TIMEOUT_S:g} s") from error
-            raise
-    if process.returncode:
-        raise RoleDied(f"{' '.join(command[:3])} ended with code {process.returncode}:\n{(out + err)[-3000:]}")
-    return out
 
 
 def ensure_venv() -> Path:

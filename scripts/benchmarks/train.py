@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from actors.group import as_micro
-from actors.policy import Micro
+from actors.rank import Micro
 from conf.schema import Config, Layout
-from rl.advantages import grpo
+from rl.advantages import broadcast_to_tokens, group_advantages
 from rl.batching import collate, plan_micro_batches
 from rl.faults import RoleDied
 from rl.types import Batch, Group, Prompt, Trajectory
@@ -59,7 +59,8 @@ def recorded_batch(prompts: list[Prompt], samples: int, max_tokens: int) -> Batc
             )
         groups.append(Group(position=position, prompt=prompt, trajectories=trajectories, version=0))
     batch = collate(groups)
-    batch.advantages = grpo(batch, normalize_std=True)
+    rewards = group_advantages(batch.rewards, batch.group_index, normalize_std=True)
+    batch.advantages = broadcast_to_tokens(rewards, batch.action_mask)
     return batch
 
 
@@ -75,7 +76,7 @@ class PlainLoop:
 
     def __init__(self, cfg: Config, num_threads: int):
         from actors.forward import Scorer
-        from actors.policy import load_lm
+        from actors.rank import load_lm
 
         torch.set_num_threads(num_threads)
         trainer = cfg.trainer
@@ -99,7 +100,7 @@ class PlainLoop:
         for micro in micros:
             batch = micro.batch
             assert batch is not None and batch.advantages is not None
-            logprobs, _ = self.scorer(batch, micro.num_chunks, layout=layout)
+            logprobs, *_ = self.scorer(batch, micro.num_chunks, layout=layout)
             loss, _ = clipped_ratio(
                 logprobs, logprobs.detach(), batch.advantages, batch.action_mask, algo.clip_low, algo.clip_high
             )
@@ -167,7 +168,7 @@ def require_same_work(measured: dict[str, dict[str, float]]) -> None:
 
 def time_policy(policy: Any, batch: Batch, step: int) -> dict[str, float]:
     started = time.monotonic()
-    metrics = policy.update(batch, step)
+    metrics = policy.update(batch, step, version=0)
     took = time.monotonic() - started
     return {
         "update_s": took,

@@ -17,8 +17,9 @@ import torch
 
 from actors.checkpoint import copy_model_files
 from actors.cluster import Cluster
-from actors.engine import OptimizerSpec
-from actors.group import ActorPolicy, RankGroup, wait_all
+from actors.engine import optimizer_spec
+from actors.group import RankGroup, wait_all
+from actors.roles import ActorPolicy
 from conf.schema import ClusterConfig, Config
 from rl.types import Completion, Group, Prompt, Sampling
 from rollout.engine import Outcome, Request
@@ -109,24 +110,10 @@ def started_cluster() -> Iterator[Cluster]:
         cluster.stop()
 
 
-def spec_of(cfg: Config) -> OptimizerSpec:
-    trainer = cfg.trainer
-    return OptimizerSpec(
-        kind=trainer.optimizer,
-        beta1=trainer.beta1,
-        beta2=trainer.beta2,
-        eps=trainer.eps,
-        weight_decay=trainer.weight_decay,
-        grad_clip=trainer.grad_clip,
-    )
-
-
 def start_ranks(cluster: Cluster, cfgs: Sequence[Config], folder: Path) -> dict[int, RankGroup]:
     """Training groups by their number of ranks, one for each configuration, with the model loaded."""
     groups = {
-        cfg.cluster.train_ranks: RankGroup(
-            cfg, cluster, f"policy-of-{cfg.cluster.train_ranks}", str(folder), spec_of(cfg)
-        )
+        cfg.cluster.train_ranks: RankGroup(cfg, cluster, "policy", str(folder), optimizer_spec(cfg.trainer))
         for cfg in cfgs
     }
     for ready in [group.start() for group in groups.values()]:
@@ -138,11 +125,11 @@ def restart(group: RankGroup, cfg: Config, folder: Path, frozen: bool = False) -
     """Has the group's processes load `folder` under another configuration. `frozen`: without optimizer, a reference."""
     assert cfg.cluster.train_ranks == group.world
 
-    def adopt(rank: Any) -> None:
-        rank.cfg, rank._sender = cfg, None
+    def adopt(host: Any) -> None:
+        host.cfg = cfg
 
     wait_all([actor.__ray_call__.remote(adopt) for actor in group.actors], group.names, "adopt", ANSWER_S)
-    group.cfg, group._args = cfg, (str(folder), None if frozen else spec_of(cfg), 1)
+    group.cfg, group._args = cfg, (str(folder), None if frozen else optimizer_spec(cfg.trainer))
     group.start().result(timeout=START_S)
     return ActorPolicy(cfg, group)
 
@@ -171,7 +158,7 @@ def offer(handles: Sequence[EngineHandle], info: dict[str, Any]) -> None:
 
 def export(policy: ActorPolicy, source: Path, out: Path) -> Path:
     """The policy's live weights as a Hugging Face folder."""
-    policy.group.call("export", None, str(out), str(source))
+    policy.group.call("export", str(out), str(source))
     return out
 
 

@@ -100,10 +100,10 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def training_state(run: Path, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(every tensor of a checkpoint by "<name>|<kind>", its manifest)."""
+def training_state(run: Path, step: int, role: str = "policy") -> tuple[dict[str, Any], dict[str, Any]]:
+    """(every tensor of a role in a checkpoint by "<name>|<kind>", its manifest)."""
     folder = run / "checkpoints" / f"step_{step:06d}"
     tensors: dict[str, Any] = {}
-    for path in sorted(folder.glob("shard-*.safetensors")):
+    for path in sorted(folder.glob(f"{role}-*.safetensors")):
         tensors |= load_file(path)
     return tensors, read_json(folder / "manifest.json")

@@ -118,7 +118,7 @@ def test_exported_model_is_the_checkpoint_and_loads(short: Job) -> None:
     assert set(state) == {f"{name}|{kind}" for name in names for kind in ("master", "exp_avg", "exp_avg_sq")}
     for name, parameter in lm.named_parameters():
         assert torch.equal(parameter, state[f"{name}|master"])
-    assert manifest["moments_step"] == manifest["step"] == 3
+    assert manifest["roles"]["policy"]["optimizer_step"] == manifest["step"] == 3
     assert manifest["run_state"]["prompts_consumed"] == 3 * PROMPTS
 
 
@@ -152,7 +152,8 @@ def assert_same_run(run: Path, straight: Path, tolerance: float) -> None:
         assert float((ours[0][key] - tensor).abs().max()) <= tolerance, key
     kept = ("step", "optimizer_step", "prompts_consumed", "tokens_sampled", "tokens_trained", "trajectories_failed")
     assert [ours[1]["run_state"][k] for k in kept] == [theirs[1]["run_state"][k] for k in kept]
-    assert ours[1]["moments_step"] == theirs[1]["moments_step"] == 6
+    assert ours[1]["roles"] == theirs[1]["roles"]
+    assert ours[1]["roles"]["policy"]["optimizer_step"] == 6
     samples = [
         [(s["step"], s["position"], s["completion"]) for s in read_lines(folder / "rollouts.jsonl")]
         for folder in (run, straight)

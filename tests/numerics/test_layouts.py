@@ -12,8 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from actors.group import ActorPolicy, RankGroup, as_micro
-from actors.policy import Micro, Update
+from actors.group import RankGroup, as_micro
+from actors.rank import Micro, Update
+from actors.roles import ActorPolicy
 from conf.schema import ClusterConfig, Config, Dtype, Layout, Optimizer
 from rl.batching import MicroBatch, collate, plan_micro_batches
 from rl.types import Batch, Status
@@ -26,10 +27,11 @@ pytestmark = [pytest.mark.numerics, pytest.mark.timeout(180)]
 STAGES, RANKS = (0, 1, 2, 3), (1, 2)
 TOLERANCE = 1e-5
 TEMPERATURE = 0.8
+KL_COEF = 0.05
 
 # scored: two optimizer steps an update, against recorded old log-probabilities, so that ratios leave 1 and are clipped.
 # fused: one step, whose forward is the scoring; the gradient is clipped in every step.
-SCORED = {"num_epochs": 2, "kl_coef": 0.05, "clip_low": 0.1, "clip_high": 0.15}
+SCORED = {"num_epochs": 2, "kl_coef": KL_COEF, "clip_low": 0.1, "clip_high": 0.15}
 RECIPES: dict[str, dict[str, Any]] = {
     "sgd": {"algo": SCORED, "trainer": {"optimizer": Optimizer.sgd, "lr": 0.05, "grad_clip": 0.0}},
     # eps: a gradient of the size of its own rounding error would otherwise be a full step, this way or that
@@ -42,7 +44,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "trainer": {"optimizer": Optimizer.sgd, "lr": 0.5, "grad_clip": 0.05},
     },
     "smooth": {
-        "algo": {"num_epochs": 1, "kl_coef": 0.05},
+        "algo": {"num_epochs": 1, "kl_coef": KL_COEF},
         "trainer": {"optimizer": Optimizer.sgd, "lr": 0.02, "grad_clip": 0.0},
     },
 }
@@ -85,6 +87,7 @@ def recorded(folder: Path, groups: list[Any], seed: int) -> Batch:
 
     batch.rollout_logprobs, batch.train_logprobs, batch.ref_logprobs = near(0.02), near(0.15), near(0.3)
     batch.advantages = torch.where(mask, torch.randn(mask.shape, generator=random), torch.zeros(()))
+    batch.kl_coef = KL_COEF
     return batch
 
 
@@ -174,7 +177,7 @@ def test_five_updates_equal_plain_torch(
     policy = restart(groups[ranks], cfg, folder)
     curve, weights, logprobs = plain[recipe]
     for number, wanted in enumerate(curve):
-        found = policy.update(for_recipe(ragged, recipe), number * cfg.algo.num_epochs)
+        found = policy.update(for_recipe(ragged, recipe), number * cfg.algo.num_epochs, number)
         assert {name: found[name] for name in wanted} == pytest.approx(wanted, abs=TOLERANCE)
         assert found["policy/skipped_steps"] == 0
     assert_close(weights_of(policy, folder, tmp_path / "hf"), weights, TOLERANCE)
@@ -213,16 +216,17 @@ def test_five_long_rows_against_one_micro_batch_of_short_ones(
         short = [as_micro(batch, MicroBatch(rows=list(range(5, 10)), num_chunks=13))]
         dummies = [Micro(batch=None, num_chunks=13)] * 4
         updates = [
-            ([Update(micros=micros, num_action_tokens=total, lr=cfg.trainer.lr, version=0, mismatch_limit=10.0)],)
+            [Update(micros=micros, num_action_tokens=total, lr=cfg.trainer.lr, version=0, mismatch_limit=10.0)]
             for micros in (long, short + dummies)
         ]
-        (first,), (second,) = policy.group.call("update", updates)
+        results = policy.group.call_each("update", updates)
+        first, second = (result.sums[0] for result in results)
         # in a fused update every ratio is 1: their sum counts the tokens that were trained
         assert (first["ratio"], second["ratio"]) == (450, 60)
         for name in ("policy_loss", "kl", "entropy"):
-            assert (first[name] + second[name]) / total == pytest.approx(wanted[f"policy/{name}"], abs=TOLERANCE)
-        assert first["grad_norm"] == pytest.approx(wanted["policy/grad_norm"], abs=TOLERANCE)
-        assert second["grad_norm"] == pytest.approx(wanted["policy/grad_norm"], abs=TOLERANCE)
+            assert float(first[name] + second[name]) / total == pytest.approx(wanted[f"policy/{name}"], abs=TOLERANCE)
+        for result in results:
+            assert result.steps[0]["grad_norm"] == pytest.approx(wanted["policy/grad_norm"], abs=TOLERANCE)
     assert_close(weights_of(policy, folder, tmp_path / "hf"), plain.weights(), TOLERANCE)
 
 
@@ -236,7 +240,7 @@ def test_long_and_short_rows_cut_by_the_planner(
     policy = restart(groups[2], cfg, folder)
     for number in range(2):
         wanted = plain.update(long_and_short)
-        found = policy.update(long_and_short, number)
+        found = policy.update(long_and_short, number, number)
         assert {name: found[name] for name in wanted} == pytest.approx(wanted, abs=TOLERANCE)
     assert_close(weights_of(policy, folder, tmp_path / "hf"), plain.weights(), TOLERANCE)
 
@@ -259,13 +263,13 @@ def test_nan_advantage_skips_the_step_and_leaves_no_trace(
     start = plain.weights()
     policy = restart(groups[ranks], cfg, folder)
 
-    found = policy.update(bad, 0)
+    found = policy.update(bad, 0, 0)
     assert found["policy/skipped_steps"] == 1
     assert found["policy/grad_norm"] == float("inf")
     assert_close(weights_of(policy, folder, tmp_path / "skipped"), start, 0.0)
     for number in range(2):  # the moments have not seen the skipped step
         wanted = plain.update(good)
-        found = policy.update(good, 1 + number)
+        found = policy.update(good, 1 + number, 1 + number)
         assert {name: found[name] for name in wanted} == pytest.approx(wanted, abs=TOLERANCE)
         assert found["policy/skipped_steps"] == 0
     assert_close(weights_of(policy, folder, tmp_path / "after"), plain.weights(), TOLERANCE)
@@ -277,8 +281,8 @@ def test_nan_advantage_skips_the_step_and_leaves_no_trace(
 def masters(policy: ActorPolicy, out: Path) -> dict[str, torch.Tensor]:
     """The fp32 master weights, as a checkpoint holds them."""
     out.mkdir()
-    policy.group.call("save", None, str(out))
-    shards = [load_file(path) for path in sorted(out.glob("shard-*.safetensors"))]
+    policy.group.call("save", str(out))
+    shards = [load_file(path) for path in sorted(out.glob("policy-*.safetensors"))]
     return {key.split("|")[0]: value for shard in shards for key, value in shard.items() if key.endswith("|master")}
 
 
@@ -310,7 +314,7 @@ def test_bfloat16_follows_the_fp32_curve(
     policy = restart(groups[ranks], config("smooth", stage, ranks, dtype=Dtype.bfloat16), folder)
     batch, curve, start, end = smooth
     for number, wanted in enumerate(curve):
-        found = policy.update(batch, number)
+        found = policy.update(batch, number, number)
         assert found["policy/entropy"] == pytest.approx(wanted["policy/entropy"], abs=0.03)
         assert found["policy/grad_norm"] == pytest.approx(wanted["policy/grad_norm"], rel=0.03)
     state = masters(policy, tmp_path / "state")

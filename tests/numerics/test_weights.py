@@ -16,7 +16,8 @@ import ray
 import torch
 
 from actors.cluster import Cluster
-from actors.group import ActorPolicy, ActorReference, RankGroup
+from actors.group import RankGroup
+from actors.roles import ActorPolicy, ActorReference
 from conf.schema import ClusterConfig, Config
 from rl.batching import collate
 from rl.faults import SyncError
@@ -156,7 +157,7 @@ def train_batch() -> Batch:
 def train(policy: ActorPolicy) -> None:
     """Moves the weights by two large steps of SGD."""
     for number in range(2):
-        policy.update(train_batch(), number)
+        policy.update(train_batch(), number, number)
 
 
 # -- pushes --
@@ -454,7 +455,7 @@ def test_trainer_and_reference_score_what_was_sampled_at_any_temperature(
     connect(policy, handles, PROBE).push(3)
     batch = sampled_batch([handles[engine]], temperature)
     assert mean_gap(policy.logprobs(batch), batch) <= MEAN
-    metrics = policy.update(batch, 0)
+    metrics = policy.update(batch, 0, 0)
     assert metrics["mismatch/mean"] <= MEAN and metrics["mismatch/max"] <= LARGEST
     cfg = config(temperature=temperature)
     restart(world.groups[1], cfg, world.folders["tied-2"], frozen=True)
@@ -469,7 +470,7 @@ def test_two_engines_one_of_them_tensor_parallel_stay_within_the_mismatch_bound(
     handles = world.handles("tied")
     policy = world.policy("tied-1")
     connect(policy, handles, PROBE).push(4)
-    assert policy.update(sampled_batch(handles, 1.0), 0)["mismatch/mean"] <= MEAN
+    assert policy.update(sampled_batch(handles, 1.0), 0, 0)["mismatch/mean"] <= MEAN
 
 
 def test_generation_config_of_the_model_folder_has_no_effect(world: World) -> None:

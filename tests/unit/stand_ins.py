@@ -14,15 +14,17 @@ import numpy as np
 import torch
 
 from actors.engine import StepResult
-from actors.policy import TrainRank
-from conf.schema import AlgoConfig, Config, KlEstimator, Optimizer, RewardConfig, RolloutConfig, TrainerConfig
+from actors.host import KINDS
+from conf.schema import AlgoConfig, Config, Optimizer, RewardConfig, RolloutConfig, TrainerConfig
+from rl.aggregation import loss_weights
 from rl.batching import collate, split_mini_batches
-from rl.losses import clipped_ratio, kl_penalty, masked_fill_zero
-from rl.metrics import merge_sums, per_token, tensor_sums
+from rl.losses import policy_objective
+from rl.masking import masked_fill_zero
+from rl.metrics import merge_sums, on_cpu, policy_metrics
 from rl.prompts import PromptStream
 from rl.roles import Metrics
 from rl.schedule import learning_rate, warmup_steps
-from rl.types import Batch, Completion, Group, Prompt, Sampling, Status, Trajectory
+from rl.types import Batch, Completion, Group, Prompt, Sampling, Scores, Status, Trajectory
 from rollout.engine import Outcome, Request
 from rollout.pool import as_trajectory, derive_seed
 from rollout.rewards import Scored
@@ -98,7 +100,7 @@ def ragged_batch(seed: int, vocab: int, prompt_lens: Sequence[int] = (2, 5, 4), 
         return torch.where(mask, values, torch.zeros(()))
 
     batch.train_logprobs, batch.ref_logprobs = filled(-4, -2.5), filled(-5, -1)
-    batch.advantages = filled(-2, 2)
+    batch.advantages, batch.kl_coef = filled(-2, 2), 0.3
     return batch
 
 
@@ -167,7 +169,7 @@ class SgdPolicy:
         with torch.no_grad():
             return self.lm.score(batch, self.cfg.rollout.temperature)
 
-    def update(self, batch: Batch, optimizer_step: int) -> Metrics:
+    def update(self, batch: Batch, optimizer_step: int, version: int) -> Metrics:
         algo, trainer, total = self.cfg.algo, self.cfg.trainer, self.cfg.num_optimizer_steps
         done, sums, tokens = 0, [], 0
         for epoch in range(algo.num_epochs):
@@ -175,19 +177,13 @@ class SgdPolicy:
                 batch.group_index, algo.num_mini_batches, (self.cfg.seed, optimizer_step, epoch)
             ):
                 part = batch.select(rows)
-                assert part.advantages is not None
+                part.loss_weight = loss_weights(algo.aggregation, part.action_mask, self.cfg.rollout.max_tokens)
                 logprobs = self.lm.score(part, self.cfg.rollout.temperature)
                 old = part.train_logprobs if part.train_logprobs is not None else logprobs.detach()
-                loss, counts = clipped_ratio(
-                    logprobs, old, part.advantages, part.action_mask, algo.clip_low, algo.clip_high
-                )
-                if algo.kl_coef:
-                    assert part.ref_logprobs is not None
-                    loss = loss + algo.kl_coef * kl_penalty(
-                        logprobs, part.ref_logprobs, part.action_mask, KlEstimator.k2
-                    )
+                scores = Scores(logprobs=logprobs, entropy=torch.zeros_like(logprobs))
+                loss, counts = policy_objective(algo, part, scores, version)
                 self.lm.zero_grad()
-                (loss.sum() / part.num_action_tokens).backward()
+                (loss / part.num_action_tokens).backward()
                 warm = warmup_steps(total, trainer.warmup_ratio)
                 lr = learning_rate(optimizer_step + done, total, trainer.lr, trainer.schedule, warm)
                 norm = float(torch.nn.utils.get_total_norm(p.grad for p in self.lm.parameters() if p.grad is not None))
@@ -196,10 +192,10 @@ class SgdPolicy:
                         assert parameter.grad is not None
                         parameter -= lr * parameter.grad
                 self.steps.append({"lr": lr, "rows": rows, "old": old, "new": logprobs.detach(), "grad_norm": norm})
-                sums.append(tensor_sums(counts))
+                sums.append(on_cpu(counts))
                 tokens += part.num_action_tokens
                 done += 1
-        return per_token(merge_sums(sums), tokens)
+        return policy_metrics(merge_sums(sums), tokens)
 
 
 class CopySync:
@@ -400,15 +396,15 @@ class LocalGroup:
 
     world = 1
 
-    def __init__(self, cfg: Config, scorer: torch.nn.Module):
-        self.rank = TrainRank(cfg, 0, 1, "cpu")
-        self.rank.engine = self.rank.score = LocalEngine(scorer)  # type: ignore[assignment]
+    def __init__(self, cfg: Config, module: torch.nn.Module, role: str = "policy", trained: bool = True):
+        self.rank: Any = KINDS[role](cfg, role, 0, 1, "cpu")
+        self.rank.engine = self.rank.score = LocalEngine(module) if trained else module
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
 
-    def call(self, method: str, per_rank: Iterable[tuple[Any, ...]] | None = None, *args: Any) -> list[Any]:
-        (arguments,) = per_rank if per_rank is not None else [args]
-        self.calls.append((method, arguments))
-        return [getattr(self.rank, method)(*arguments)]
+    def call_each(self, method: str, per_rank: Iterable[Any], *args: Any) -> list[Any]:
+        (own,) = per_rank
+        self.calls.append((method, (own, *args)))
+        return [getattr(self.rank, method)(own, *args)]
 
 
 def twin(lm: TinyLm) -> TinyLm:

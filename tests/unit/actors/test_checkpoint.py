@@ -50,17 +50,18 @@ def writer(content: bytes = b"weights" * 100) -> Callable[[Path], tuple[list[dic
     def write(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         entries = []
         for rank in range(2):
-            path = folder / f"shard-{rank:05d}-00000.safetensors"
+            path = folder / f"policy-{rank:05d}-00000.safetensors"
             path.write_bytes(content + bytes([rank]))
             entries.append(
                 {
+                    "role": "policy",
                     "file": path.name,
                     "nbytes": len(content) + 1,
                     "crc": file_crc(path),
                     "tensors": {f"w{rank}|master": [2]},
                 }
             )
-        return entries, {"moments_step": 7}
+        return entries, {"roles": {"policy": {"optimizer_step": 7}}}
 
     return write
 
@@ -75,7 +76,7 @@ def test_publish_folder_is_whole_and_says_what_is_in_it(root: Path, model_path: 
     verify(folder)
     manifest = read_manifest(folder)
     assert (manifest["step"], manifest["run_state"], manifest["config"]) == (20, {"step": 20}, CONFIG)
-    assert manifest["moments_step"] == 7
+    assert manifest["roles"]["policy"]["optimizer_step"] == 7
     assert sorted(p.name for p in (folder / "model").iterdir()) == ["config.json", "tokenizer.json"]
     assert [p.name for p in root.iterdir()] == ["step_000020"]
 
@@ -95,7 +96,7 @@ def test_publish_keep_zero_keeps_all(root: Path, model_path: Path) -> None:
 def test_publish_same_step_again_replaces_it(root: Path, model_path: Path) -> None:
     save(root, model_path, 1)
     folder = save(root, model_path, 1, write=writer(b"newer"))
-    assert (folder / "shard-00000-00000.safetensors").read_bytes() == b"newer\0"
+    assert (folder / "policy-00000-00000.safetensors").read_bytes() == b"newer\0"
     assert len(list(root.iterdir())) == 1
 
 
@@ -103,19 +104,19 @@ def test_publish_after_falling_back_keeps_what_it_wrote(root: Path, model_path: 
     """Step 20 is broken, the run went on from 10 and saves 11: with keep=1 the new one must survive."""
     save(root, model_path, 10)
     broken = save(root, model_path, 20)
-    (broken / "shard-00000-00000.safetensors").write_bytes(b"")
+    (broken / "policy-00000-00000.safetensors").write_bytes(b"")
     folder = save(root, model_path, 11, keep=1)
     assert folder.is_dir()
     assert find_whole(root)[0] == folder
 
 
 def full_disk(folder: Path) -> Any:
-    (folder / "shard-00000-00000.safetensors").write_bytes(b"half")
+    (folder / "policy-00000-00000.safetensors").write_bytes(b"half")
     raise OSError(28, "No space left on device")
 
 
 def interrupted(folder: Path) -> Any:
-    (folder / "shard-00000-00000.safetensors").write_bytes(b"half")
+    (folder / "policy-00000-00000.safetensors").write_bytes(b"half")
     raise KeyboardInterrupt
 
 
@@ -166,7 +167,7 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-SHARD, MANIFEST = "shard-00001-00000.safetensors", "manifest.json"
+SHARD, MANIFEST = "policy-00001-00000.safetensors", "manifest.json"
 
 
 @pytest.mark.parametrize(
@@ -247,8 +248,8 @@ SHAPES = {"embed": (6, 4), "l.0.w": (4, 4), "l.0.b": (4,), "l.1.w": (4, 4), "sca
 
 def save_state(root: Path, model_path: Path, engine: StateEngine, world: int) -> Path:
     def write(folder: Path) -> Any:
-        entries = [e for rank in range(world) for e in write_shards(folder, engine, rank, world)]  # type: ignore[arg-type]
-        return entries, {"moments_step": 5}
+        entries = [e for rank in range(world) for e in write_shards(folder, "policy", engine, rank, world)]  # type: ignore[arg-type]
+        return entries, {"roles": {"policy": {"optimizer_step": 5}}}
 
     return save(root, model_path, 3, write=write)
 
@@ -264,7 +265,7 @@ def test_shards_any_number_of_ranks_give_back_every_bit(
     folder = save_state(root, model_path, engine, world)
     assert len(read_manifest(folder)["files"]) == (len(SHAPES) if shard_bytes == 1 else min(world, len(SHAPES)))
     other = StateEngine(SHAPES, kind)
-    read_shards(folder, other)  # type: ignore[arg-type]
+    read_shards(folder, "policy", other)  # type: ignore[arg-type]
     assert other.state.keys() == engine.state.keys() and other.steps == 5
     for name, state in engine.state.items():
         assert other.state[name].keys() == state.keys()
@@ -274,7 +275,7 @@ def test_shards_any_number_of_ranks_give_back_every_bit(
 def test_read_shards_sgd_checkpoint_into_adam_names_the_optimizer(root: Path, model_path: Path) -> None:
     folder = save_state(root, model_path, StateEngine(SHAPES, Optimizer.sgd, seed=1), 2)
     with pytest.raises(CheckpointError, match=r"holds no exp_avg of embed.*trainer.optimizer"):
-        read_shards(folder, StateEngine(SHAPES, Optimizer.adamw))  # type: ignore[arg-type]
+        read_shards(folder, "policy", StateEngine(SHAPES, Optimizer.adamw))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -290,7 +291,7 @@ def test_read_shards_another_architecture_is_refused(
 ) -> None:
     folder = save_state(root, model_path, StateEngine(SHAPES, Optimizer.sgd, seed=1), 2)
     with pytest.raises(CheckpointError, match=message):
-        read_shards(folder, StateEngine(shapes, Optimizer.sgd))  # type: ignore[arg-type]
+        read_shards(folder, "policy", StateEngine(shapes, Optimizer.sgd))  # type: ignore[arg-type]
 
 
 def test_export_hf_writes_the_master_weights_and_the_model_files(root: Path, model_path: Path, tmp_path: Path) -> None:

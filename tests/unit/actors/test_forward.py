@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from actors.forward import Scorer, chunked_logprobs, require_supported, scatter
-from actors.policy import dummy_batch, probe_batch
+from actors.forward import Scorer, chunked_scores, require_supported, scatter
+from actors.policy import probe_batch
+from actors.rank import dummy_batch
 from conf.errors import ConfigError
 from conf.schema import Layout, RolloutConfig
 from rl.batching import collate
@@ -183,14 +184,13 @@ def test_scorer_any_number_of_chunks_gives_values_and_gradients_of_one(lm: torch
     def run(num_chunks: int) -> tuple[torch.Tensor, ...]:
         x = hidden.clone().requires_grad_()
         head.zero_grad()
-        logprobs, entropy = chunked_logprobs(x, targets, head, 0.7, num_chunks)
+        logprobs, entropy = chunked_scores(x, targets, head, 0.7, num_chunks)
         forward = list(calls)
-        (logprobs * torch.arange(1, 6)).sum().backward()
+        (logprobs * torch.arange(1, 6) - entropy).sum().backward()
         assert len(forward) == num_chunks and len(set(forward)) == 1
-        assert not entropy.requires_grad
         calls.clear()
         assert x.grad is not None
-        return logprobs.detach(), entropy, x.grad, head.weight.grad.clone()
+        return logprobs.detach(), entropy.detach(), x.grad, head.weight.grad.clone()
 
     wanted = run(1)
     for num_chunks in range(2, 9):

@@ -31,7 +31,14 @@ def save(run_dir: Path, cfg: Config, step: int) -> Path:
     def write(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         path = folder / "shard.safetensors"
         path.write_bytes(b"state")
-        return [{"file": path.name, "nbytes": 5, "crc": file_crc(path), "tensors": {"w|master": [2, 2]}}], {}
+        entry = {
+            "role": "policy",
+            "file": path.name,
+            "nbytes": 5,
+            "crc": file_crc(path),
+            "tensors": {"w|master": [2, 2]},
+        }
+        return [entry], {}
 
     return publish(run_dir / "checkpoints", step, write, {"step": step}, to_dict(cfg), run_dir / "model", keep=0)
 

@@ -37,9 +37,9 @@ BAD: list[tuple[list[str], list[str]]] = [
     (["hydra/launcher=basic"], ["hydra/launcher=basic"]),
     (["sft=3"], ["sft is a section", "sft."]),
     # groups
-    (["algo=grpp"], ["algo=grpp", "choices: dr_grpo, grpo", "nearest: grpo"]),
+    (["algo=grpp"], ["algo=grpp", "dr_grpo, gmpo, grpo", "nearest: grpo"]),
     (["experiment=quikstart"], ["experiment=quikstart", "tiny_sort", "nearest: quickstart"]),
-    (["algo=null"], ["algo=null", "choices: dr_grpo, grpo"]),
+    (["algo=null"], ["algo=null", "dr_grpo, gmpo, grpo"]),
     (["algo=[grpo,dr_grpo]"], ["algo=[grpo,dr_grpo]", "choices"]),
     (["algo=grpo,dr_grpo"], ["algo=grpo,dr_grpo", "-m"]),
     (["trainer=schema"], ["trainer=schema", "zero0, zero1, zero2, zero3"]),

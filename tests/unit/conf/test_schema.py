@@ -1,5 +1,6 @@
 """The YAML files against the schema, and the rules between fields."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,22 +13,30 @@ from conf.keys import CONF, Key, all_keys, group_choices, section_keys
 from conf.launch import compose, to_dict
 from conf.schema import (
     SECTIONS,
+    Advantage,
     AlgoConfig,
     ClusterConfig,
     Config,
+    Correction,
+    CriticConfig,
     DataConfig,
     ModelConfig,
+    PolicyLoss,
     RewardConfig,
+    RewardModelConfig,
     RolloutConfig,
+    TeacherConfig,
     TrainerConfig,
 )
 
 GROUPS = group_choices()
 EXPERIMENTS = GROUPS["experiment"]
+TWO = {"a": 1.0, "b": 1.0}
 MUST_BE_GIVEN = {
     "model=hf": "model.path=somewhere",
     "data=file": "data.path=a.jsonl",
     "reward=function": "reward._target_=m.f",
+    "algo=distill": "teacher.path=teacher",
 }
 ROUNDS = max(len(choices) for choices in GROUPS.values())
 FILES = sorted(CONF.glob("*/*.yaml"))
@@ -140,6 +149,52 @@ def test_num_optimizer_steps_ten_steps_two_epochs_two_mini_batches_is_40() -> No
         (lambda: Config(rollout=RolloutConfig(tp=[1, 2])), ["rollout.tp=[1, 2]", "cluster.rollout_engines=1"]),
         (lambda: Config(cluster=ClusterConfig(train_ranks=3)), ["64 rows", "cluster.train_ranks=3"]),
         (lambda: AlgoConfig(clip_low=1.5), ["algo.clip_low=1.5", "<= 1"]),
+        (lambda: AlgoConfig(dual_clip=0.5), ["algo.dual_clip=0.5", "above 1"]),
+        (lambda: AlgoConfig(kl_target=0.1), ["algo.kl_target=0.1", "algo.kl_coef=0.0"]),
+        (lambda: AlgoConfig(reference_refresh=5), ["algo.reference_refresh=5", "algo.kl_coef=0.0"]),
+        (lambda: AlgoConfig(curriculum_low=0.9, curriculum_high=0.1), ["algo.curriculum_low=0.9", "high=0.1"]),
+        (lambda: AlgoConfig(correction_low=3.0), ["algo.correction_low=3.0", "<= 2"]),
+        (
+            lambda: AlgoConfig(loss=PolicyLoss.gmpo, advantage=Advantage.gae),
+            ["algo.loss=gmpo", "algo.advantage=gae", "one advantage for a row"],
+        ),
+        (
+            lambda: AlgoConfig(loss=PolicyLoss.decoupled, correction=Correction.band),
+            ["algo.loss=decoupled", "algo.correction=band"],
+        ),
+        (lambda: AlgoConfig(loss=PolicyLoss.divergence), ["algo.loss=divergence", "algo.advantage=group", "distill"]),
+        (
+            lambda: Config(critic=CriticConfig(path="c")),
+            ["critic.path=c", "algo.advantage=group", "no critic", "algo=ppo"],
+        ),
+        (
+            lambda: Config(algo=AlgoConfig(advantage=Advantage.gae), critic=CriticConfig(warmup_steps=12)),
+            ["critic.warmup_steps=12", "num_steps=12"],
+        ),
+        (lambda: Config(algo=AlgoConfig(advantage=Advantage.teacher)), ["teacher.path=null", "algo.advantage=teacher"]),
+        (lambda: Config(teacher=TeacherConfig(path="t")), ["teacher.path=t", "algo.advantage=group"]),
+        (
+            lambda: Config(samples_per_prompt=1, algo=AlgoConfig(advantage=Advantage.rloo)),
+            ["samples_per_prompt=1", "algo.advantage=rloo"],
+        ),
+        (
+            lambda: Config(samples_per_prompt=1, algo=AlgoConfig(advantage=Advantage.remax, dynamic_sampling=True)),
+            ["samples_per_prompt=1", "algo.dynamic_sampling=true"],
+        ),
+        (
+            lambda: Config(reward_model=RewardModelConfig(path="m"), algo=AlgoConfig(dynamic_sampling=True)),
+            ["reward_model.path=m", "algo.dynamic_sampling=true"],
+        ),
+        (
+            lambda: Config(reward=RewardConfig(weights=TWO, separate=True), algo=AlgoConfig(advantage=Advantage.rloo)),
+            ["reward.separate=true", "algo.advantage=rloo"],
+        ),
+        (lambda: RewardConfig(separate=True), ["reward.separate=true", "at least two"]),
+        (
+            lambda: Config(algo=AlgoConfig(overlong_buffer_tokens=16)),
+            ["algo.overlong_buffer_tokens=16", "rollout.max_tokens=16"],
+        ),
+        (lambda: ClusterConfig(colocate=["policy"]), ["cluster.colocate=['policy']", "critic, reference"]),
         (lambda: Config(name="a/b"), ["name='a/b'"]),
         (lambda: TrainerConfig(lr=float("nan")), ["trainer.lr=nan"]),
         (lambda: TrainerConfig(lr=float("inf")), ["trainer.lr=inf", "finite"]),
@@ -155,3 +210,12 @@ def test_schema_impossible_values_refused_with_fields_and_values(make, pieces: l
         make()
     for piece in pieces:
         assert piece in str(error.value)
+
+
+@pytest.mark.parametrize("file", sorted((CONF / "algo").glob("*.yaml")), ids=lambda file: file.stem)
+def test_algorithms_page_has_a_row_with_every_key_the_file_sets(file: Path) -> None:
+    page = (CONF.parent / "docs" / "algorithms.md").read_text()
+    (row,) = [line for line in page.splitlines() if line.startswith(f"| `{file.stem}` | ")]
+    for key, value in re.findall(r"^(\w+): (\S+)", file.read_text(), re.M):
+        if key != "name":
+            assert f"`{key}={value}`" in row

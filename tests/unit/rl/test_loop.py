@@ -3,15 +3,16 @@
 import dataclasses
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from actors.forward import Scorer
-from actors.group import ActorPolicy
+from actors.roles import ActorPolicy
 from conf.schema import Config, Layout
-from rl.advantages import grpo
+from rl.advantages import broadcast_to_tokens, group_advantages
 from rl.batching import NoValidTrajectories
 from rl.loop import run, scores_before_update
 from rl.numerics import MismatchError
@@ -90,10 +91,13 @@ class FixedReference:
     def logprobs(self, batch: Batch) -> torch.Tensor:
         return -2.0 * batch.action_mask
 
+    def reload(self, model_path: Path) -> None:
+        raise NotImplementedError
+
 
 class ValueOne:
-    def values(self, batch: Batch) -> torch.Tensor:
-        return 1.0 * batch.action_mask
+    def values(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        return 1.0 * batch.action_mask, torch.ones(batch.num_rows)
 
     def update(self, batch: Batch, optimizer_step: int) -> Metrics:
         assert batch.values is not None
@@ -123,12 +127,12 @@ def test_run_one_optimizer_step_calls_in_order_and_does_not_score() -> None:
         ("before_first",),
         ("rollouts.start", 0, 0),
         ("rollouts.next_groups", 4),
-        ("policy.update", 0),
+        ("policy.update", 0, 0),
         ("sync.push", 1),
         ("after_step", 1),
         ("rollouts.set_version", 1),
         ("rollouts.next_groups", 4),
-        ("policy.update", 1),
+        ("policy.update", 1, 1),
         ("sync.push", 2),
         ("after_step", 2),
         ("rollouts.set_version", 2),
@@ -154,7 +158,7 @@ def test_run_resumed_state_continues_its_counters_everywhere() -> None:
     calls = recorded(cfg, state)
     assert calls[0] == ("sync.push", 5)
     assert ("rollouts.start", 20, 5) in calls
-    assert ("policy.update", 10) in calls
+    assert ("policy.update", 10, 5) in calls
     assert (state.step, state.optimizer_step, state.prompts_consumed) == (6, 12, 24)
 
 
@@ -303,7 +307,7 @@ def test_run_failed_episodes_are_counted_and_carry_no_loss() -> None:
     roles = pool_roles(cfg, TinyLm(), FunctionScorer(fails_three_times))
     update = roles.policy.update
     batches: list[Batch] = []
-    roles.policy.update = lambda batch, step: batches.append(batch) or update(batch, step)  # type: ignore[method-assign, func-returns-value]
+    roles.policy.update = lambda batch, step, version: batches.append(batch) or update(batch, step, version)  # type: ignore[method-assign, func-returns-value]
 
     def after_step(state: RunState, groups: list[Group], metrics: Metrics) -> None:
         seen.extend(groups)
@@ -351,13 +355,13 @@ def scored_batch(policy: ActorPolicy, score: bool) -> Batch:
     batch.rollout_logprobs = policy.logprobs(batch)
     batch.train_logprobs = policy.logprobs(batch) if score else None
     batch.rewards = torch.tensor([1.0, 0.0] * 4)
-    batch.advantages = grpo(batch, True)
+    batch.advantages = broadcast_to_tokens(group_advantages(batch.rewards, batch.group_index, True), batch.action_mask)
     return batch
 
 
 def test_update_one_mini_batch_has_ratio_one_no_clipping_and_a_gradient() -> None:
     policy, _ = actor_policy({}, 0.1, tiny_qwen3())
-    metrics = policy.update(scored_batch(policy, score=False), 0)
+    metrics = policy.update(scored_batch(policy, score=False), 0, 0)
     assert metrics["policy/ratio"] == pytest.approx(1, abs=1e-6)
     assert metrics["policy/clip_low"] == metrics["policy/clip_high"] == 0
     assert metrics["policy/grad_norm"] > 1e-3
@@ -371,7 +375,7 @@ def test_update_later_mini_batches_and_epochs_compare_with_the_values_before_the
     batch = scored_batch(policy, score=True)
     assert batch.train_logprobs is not None
     before = batch.train_logprobs.clone()
-    policy.update(batch, 0)
+    policy.update(batch, 0, 0)
     assert torch.equal(batch.train_logprobs, before)
     (updates,) = next(arguments for method, arguments in reversed(group.calls) if method == "update")
     assert len(updates) == 4
@@ -383,7 +387,7 @@ def test_update_later_mini_batches_and_epochs_compare_with_the_values_before_the
 
     fresh = tiny_qwen3()
     policy, group = actor_policy({"num_mini_batches": 2}, 2.0, fresh)
-    first, second = (group.rank.update([update])[0] for update in updates[:2])
+    first, second = (group.rank.update([update]).sums[0] for update in updates[:2])
     count = [sum(m.batch.num_action_tokens for m in u.micros if m.batch) for u in updates[:2]]
     assert first["ratio"] / count[0] == pytest.approx(1, abs=1e-6)
     assert first["clip_low"] == first["clip_high"] == 0
@@ -405,7 +409,7 @@ def test_update_fused_mismatch_raises_before_the_optimizer_moves() -> None:
     batch.rollout_logprobs = batch.rollout_logprobs + 0.01 * batch.action_mask
     before = {name: value.clone() for name, value in lm.state_dict().items()}
     with pytest.raises(MismatchError, match=r"0.01 at weight version 0"):
-        policy.update(batch, 0)
+        policy.update(batch, 0, 0)
     assert all(torch.equal(value, before[name]) for name, value in lm.state_dict().items())
 
 
@@ -415,7 +419,7 @@ def test_update_two_mini_batches_step_by_the_mean_over_their_own_tokens(layout: 
     lm, by_hand = tiny_qwen3(), tiny_qwen3()
     policy, group = actor_policy({"num_mini_batches": 2}, 1e-3, lm, layout)
     batch = scored_batch(policy, score=True)
-    policy.update(batch, 0)
+    policy.update(batch, 0, 0)
     (updates,) = group.calls[-1][1]
     parts = [[m.batch for m in update.micros if m.batch] for update in updates]
     owners = [{int(g) for part in micros for g in part.group_index} for micros in parts]

@@ -12,12 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.forward import Scorer
-from actors.policy import dummy_batch
+from actors.policy import SCORES
+from actors.rank import dummy_batch
 from conf.schema import KlEstimator, Layout
 from rl import losses
 from rl.batching import MicroBatch, plan_micro_batches
-from rl.losses import clipped_ratio, kl_penalty, masked_fill_zero
-from rl.types import Batch
+from rl.losses import clipped_ratio, kl_penalty
+from rl.masking import masked_fill_zero
+from rl.types import Batch, Scores
 from tests.unit.stand_ins import make_cfg, ragged_batch, tiny_qwen3
 
 JUNK = [math.nan, math.inf, -math.inf, 1e30]
@@ -254,8 +256,8 @@ def accumulate(
     for plan in plans:
         for micro in plan:
             part = batch.select(micro.rows) if micro.rows else dummy_batch()
-            logprobs, _ = scorer(part, micro.num_chunks)
-            loss, _ = losses.grpo(algo_cfg, part, logprobs)
+            scores = Scores(**dict(zip(SCORES, scorer(part, micro.num_chunks), strict=False)))
+            loss, _ = losses.policy_objective(algo_cfg, part, scores, version=0)
             (loss / divisor).backward()
             total += float(loss.detach()) / divisor
             seen += part.num_action_tokens
@@ -334,13 +336,13 @@ def test_token_mean_wider_padding_with_junk_in_it_is_the_same(
 ) -> None:
     batch, loss, gradients = wanted
     wide = widened(batch, extra, pad)
-    logprobs, _ = scorers[layout](wide, 3)
+    logprobs, entropy = scorers[layout](wide, 3)
     algo_cfg = make_cfg(algo=ALGO).algo
     scorers[layout].zero_grad()
-    total, sums = losses.grpo(algo_cfg, wide, logprobs)
+    total, sums = losses.policy_objective(algo_cfg, wide, Scores(logprobs=logprobs, entropy=entropy), version=0)
     (total / wide.num_action_tokens).backward()
     assert float(total.detach()) / wide.num_action_tokens == pytest.approx(loss, rel=1e-5)
-    assert all(math.isfinite(float(value)) for value in sums.values())
+    assert all(torch.isfinite(value).all() for value in sums.values())
     found = {n: p.grad for n, p in scorers[layout].named_parameters() if p.grad is not None}
     assert_same_gradients(found, gradients)
 

@@ -7,9 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.group import ActorPolicy
+from actors.engine import StepResult
+from actors.rank import UpdateResult
+from actors.roles import ActorPolicy
 from conf.schema import Schedule
-from rl.advantages import grpo
+from rl.advantages import broadcast_to_tokens, group_advantages
 from rl.batching import collate
 from rl.schedule import learning_rate, warmup_steps
 from tests.unit.stand_ins import make_cfg, make_group
@@ -64,12 +66,14 @@ class RecordingGroup:
     def __init__(self, world: int):
         self.world, self.rates = world, list[float]()
 
-    def call(self, method: str, per_rank: Any) -> list[Any]:
-        updates = [arguments[0] for arguments in per_rank]
+    def call_each(self, method: str, updates: Any) -> list[Any]:
         self.rates += [update.lr for update in updates[0]]
         assert all([u.lr for u in rank] == [u.lr for u in updates[0]] for rank in updates)
-        result = {"grad_norm": 1.0, "skipped_steps": 0.0, "backward_s": 0.0, "optimizer_s": 0.0}
-        return [[result for _ in rank] for rank in updates]
+        results = [UpdateResult(sums=[], steps=[]) for _ in updates]
+        for result, rank in zip(results, updates, strict=True):
+            for _ in rank:
+                result.add({}, StepResult(grad_norm=1.0, skipped=False), 0.0, 0.0)
+        return results
 
 
 @pytest.mark.parametrize(("world", "samples", "budget"), [(1, 2, 8192), (2, 2, 4), (2, 5, 8192)])
@@ -85,10 +89,10 @@ def test_learning_rate_ten_steps_two_epochs_two_mini_batches_makes_40_updates(
     )
     group = RecordingGroup(world)
     batch = collate([make_group(p, [1, 2], [[3, 4]] * samples) for p in range(8)])
-    batch.advantages = grpo(batch, True)
+    batch.advantages = broadcast_to_tokens(group_advantages(batch.rewards, batch.group_index, True), batch.action_mask)
     policy = ActorPolicy(cfg, group)  # type: ignore[arg-type]
     for step in range(10):
-        metrics = policy.update(batch, optimizer_step=4 * step)
+        metrics = policy.update(batch, optimizer_step=4 * step, version=step)
     assert cfg.num_optimizer_steps == len(group.rates) == 40
     assert group.rates == pytest.approx([1e-3 * (1 - i / 40) for i in range(40)])
     assert metrics["policy/lr"] == group.rates[-1] > 0

@@ -114,6 +114,24 @@ def test_start_in_the_middle_begins_at_that_prompt_and_leaves_the_rest(make_pool
     assert [g.position for g in pool.next_groups(4)] == [6, 7, 8, 9]
 
 
+class AnsweringEngine(ScriptedEngine):
+    """Answers each request at once; its only token is its own seed."""
+
+    async def submit(self, requests: list[Request]) -> None:
+        await super().submit(requests)
+        for request in requests:
+            completion = Completion(
+                prompt_ids=request.prompt_ids,
+                token_ids=[request.sampling.seed or 0],
+                logprobs=[-1.0],
+                finish_reason="stop",
+                versions=[0],
+                ttft_s=0.0,
+                decode_s=0.0,
+            )
+            self._events.put_nowait(Outcome(request_id=request.request_id, completion=completion))
+
+
 @pytest.mark.parametrize("max_lag", [0, 1, 2])
 def test_set_version_groups_started_are_ahead_by_the_lag_and_never_beyond_the_end(
     make_pool: MakePool, max_lag: int
@@ -123,21 +141,38 @@ def test_set_version_groups_started_are_ahead_by_the_lag_and_never_beyond_the_en
     pool.start(0, version=0)
     for version in range(6):
         if version:
+            for request in engine.requests[(version - 1) * 4 : version * 4]:
+                engine.finish(request)
+            assert [g.position for g in pool.next_groups(2)] == [2 * version - 2, 2 * version - 1]
             pool.set_version(version)
         steps = min(5, version + 1 + max_lag)
         assert len(engine.requests) == steps * 2 * 2
         pool.set_version(version)  # said twice: nothing more starts
         assert len(engine.requests) == steps * 2 * 2
+        if version == 5:
+            return
 
 
-def test_next_groups_more_than_were_started_is_an_error_not_a_wait(
-    make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pool_module, "GRACE_S", 0.0)  # should it wait after all, then not for long
-    pool = make_pool(small(rollout={"deadline_s": 5.0}, reward={"deadline_s": 0.01}), ScriptedEngine())
+def test_next_groups_more_than_were_started_starts_the_rest(make_pool: MakePool) -> None:
+    """Dynamic sampling asks for further groups within a step; they have the next positions."""
+    engine = AnsweringEngine()
+    pool = make_pool(small(), engine)
     pool.start(0, version=0)
-    with pytest.raises(RuntimeError, match="4 groups wanted, 2 started"):
-        pool.next_groups(4)
+    assert [g.position for g in pool.next_groups(5)] == [0, 1, 2, 3, 4]
+    pool.set_version(1)
+    assert [g.position for g in pool.next_groups(2)] == [5, 6]
+
+
+def test_start_groups_settled_prompts_are_left_out_until_all_are(make_pool: MakePool) -> None:
+    engine = AnsweringEngine()
+    pool = make_pool(small(), engine)
+    order = [pool.stream.at(position).index for position in range(6)]
+    pool.is_settled = lambda index: index in order[1:3]
+    pool.start(0, version=0)
+    assert [g.position for g in pool.next_groups(3)] == [0, 3, 4]
+    pool.is_settled = lambda index: True
+    pool.set_version(1)
+    assert [g.position for g in pool.next_groups(2)] == [5, 6]
 
 
 # -- seeds --

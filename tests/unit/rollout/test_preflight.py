@@ -84,7 +84,7 @@ class Scene:
             path = folder / "shard.safetensors"
             path.write_bytes(b"state")
             tensors = {f"{name}|master": list(shape) for name, shape in shapes.items()}
-            return [{"file": path.name, "nbytes": 5, "crc": file_crc(path), "tensors": tensors}], {}
+            return [{"role": "policy", "file": path.name, "nbytes": 5, "crc": file_crc(path), "tensors": tensors}], {}
 
         run_dir = self.folder / "runs" / "2026-01-01-run"
         return publish(run_dir / "checkpoints", 2, write, {"step": 2}, to_dict(self.cfg(**config)), self.model, keep=0)

@@ -1,0 +1,53 @@
+"""A rank of the critic: a value head on a causal language model's body, trained on the returns."""
+
+import time
+
+import torch
+
+from actors.engine import OptimizerSpec
+from actors.forward import ValueScorer
+from actors.rank import Micro, Rank, Update, UpdateResult, load_lm, recompute_activations
+from rl.losses import value_loss
+from rl.metrics import Sums, merge_sums, on_cpu
+
+
+class CriticRank(Rank):
+    """One rank of the critic: values, updates, checkpoints."""
+
+    def start(self, model_path: str, address: str, port: int, spec: OptimizerSpec, num_threads: int) -> None:
+        """Joins the group and loads the body of the model. Collective: every rank of the group must be starting."""
+        self.join(address, port, num_threads, trains=True)
+        lm = load_lm(model_path, self.cfg.model.attention, self.cfg.trainer.dtype, self.device)
+        if self.cfg.trainer.gradient_checkpointing:
+            recompute_activations(lm)
+        body = getattr(lm, str(lm.base_model_prefix))
+        self.wrap(ValueScorer(body, self.cfg.trainer.layout).to(self.device), spec)
+
+    @torch.no_grad()
+    def values(self, micros: list[Micro]) -> list[torch.Tensor]:
+        """Values [B, T] of each micro-batch (dummies left out), on the CPU."""
+        found = [(m, self.engine(self.on_device(m.batch))) for m in micros]
+        return [values.float().cpu() for micro, values in found if micro.batch is not None]
+
+    def update(self, updates: list[Update]) -> UpdateResult:
+        """Optimizer steps, one for each entry."""
+        result = UpdateResult(sums=[], steps=[])
+        for update in updates:
+            started = time.monotonic()
+            sums = self._accumulate(update)
+            backward_s = time.monotonic() - started
+            result.add(sums, self.engine.step(update.lr), backward_s, time.monotonic() - started - backward_s)
+        return result
+
+    def _accumulate(self, update: Update) -> Sums:
+        """Forward and backward of all micro-batches; sums over this rank's action tokens."""
+        parts = []
+        for micro in update.micros:
+            batch = self.on_device(micro.batch)
+            assert batch.values is not None and batch.returns is not None
+            loss, sums = value_loss(
+                self.engine(batch), batch.values, batch.returns, batch.action_mask, self.cfg.critic.value_clip
+            )
+            self.engine.backward(loss.sum(), update.num_action_tokens)
+            parts.append(on_cpu(sums | {"loss": loss.sum()}))
+        return merge_sums(parts)

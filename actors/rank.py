@@ -1,0 +1,144 @@
+"""What every trained role of a rank has in common: joining the group, its engine, its share of a checkpoint."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from actors import checkpoint
+from actors.engine import Engine, OptimizerSpec, StepResult, init_distributed
+from actors.forward import require_supported
+from conf.schema import Config, Dtype, PolicyLoss
+from rl.metrics import Sums
+from rl.types import Batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Micro:
+    """One forward of one rank: rows (none in a dummy) and the number of head calls, equal on all ranks."""
+
+    batch: Batch | None
+    num_chunks: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Update:
+    """One optimizer step of one rank. `num_action_tokens` is the global divisor; `lr` the learning rate of this step.
+
+    `mismatch_limit`: the forward of this step is the scoring of the batch; check it before the optimizer moves.
+    """
+
+    micros: list[Micro]
+    num_action_tokens: int
+    lr: float
+    version: int
+    mismatch_limit: float | None = None
+
+
+@dataclass(kw_only=True)
+class UpdateResult:
+    """For each optimizer step of one rank: sums over its action tokens, and figures of the step as a whole."""
+
+    sums: list[Sums]
+    steps: list[dict[str, float]]
+
+    def add(self, sums: Sums, result: StepResult, backward_s: float, optimizer_s: float) -> None:
+        """Notes one optimizer step."""
+        self.sums.append(sums)
+        self.steps.append(
+            {
+                "grad_norm": result.grad_norm,
+                "skipped_steps": float(result.skipped),
+                "backward_s": backward_s,
+                "optimizer_s": optimizer_s,
+            }
+        )
+
+
+class Rank:
+    """One rank of a trained role. Subclasses say what the module is and what a forward of it means."""
+
+    def __init__(self, cfg: Config, role: str, rank: int, world: int, device: str):
+        self.cfg, self.role, self.rank, self.world, self.device = cfg, role, rank, world, device
+
+    def join(self, address: str, port: int, num_threads: int, trains: bool) -> None:
+        """Joins the process group (once for a process that holds several roles) and seeds this process."""
+        os.environ.update(
+            RANK=str(self.rank),
+            WORLD_SIZE=str(self.world),
+            LOCAL_RANK=os.environ.get("TANDEM_LOCAL_RANK", "0"),
+            MASTER_ADDR=address,
+            MASTER_PORT=str(port),
+        )
+        torch.set_num_threads(num_threads)
+        torch.manual_seed(self.cfg.seed)
+        if trains:
+            init_distributed("nccl" if self.device == "cuda" else "gloo", self.cfg.trainer.timeout_s)
+
+    def wrap(self, module: torch.nn.Module, spec: OptimizerSpec) -> Engine:
+        """A DeepSpeed engine around `module`, in the trainer's layout."""
+        self.engine = Engine(module, spec, self.cfg.trainer.zero_stage, self.cfg.trainer.dtype)
+        return self.engine
+
+    def save(self, folder: str) -> list[dict[str, Any]]:
+        """Writes this rank's share of the training state into `folder`; returns its manifest entries. Collective."""
+        return checkpoint.write_shards(Path(folder), self.role, self.engine, self.rank, self.world)
+
+    def load(self, folder: str) -> None:
+        """Reads the whole training state, in whatever layout it was saved. Collective."""
+        checkpoint.read_shards(Path(folder), self.role, self.engine)
+
+    def state(self) -> dict[str, Any]:
+        """Optimizer step and random state of this rank, for the checkpoint."""
+        return {"optimizer_step": self.engine.optimizer_step, "torch_rng": torch.get_rng_state().tolist()}
+
+    def on_device(self, batch: Batch | None) -> Batch:
+        """The batch where this rank computes; a dummy where there is none."""
+        batch = batch if batch is not None else dummy_batch(self.cfg.algo.loss is PolicyLoss.divergence)
+        if self.device == "cpu":
+            return batch
+        moved: dict[str, Any] = {
+            k: v.to(self.device) if isinstance(v, torch.Tensor) else v for k, v in vars(batch).items()
+        }
+        return Batch(**moved)
+
+
+def dummy_batch(with_teacher: bool = False) -> Batch:
+    """One row without action tokens: its loss and every gradient are 0."""
+    zeros = torch.zeros(1, 3)
+    return Batch(
+        tokens=torch.zeros(1, 3, dtype=torch.long),
+        attention_mask=torch.ones(1, 3, dtype=torch.bool),
+        action_mask=torch.zeros(1, 3, dtype=torch.bool),
+        rollout_logprobs=zeros,
+        rewards=torch.zeros(1),
+        group_index=torch.zeros(1, dtype=torch.long),
+        prompt_len=torch.ones(1, dtype=torch.long),
+        version=torch.zeros(1, dtype=torch.long),
+        truncated=torch.zeros(1, dtype=torch.bool),
+        ref_logprobs=zeros,
+        advantages=zeros,
+        returns=zeros,
+        values=zeros,
+        teacher_ids=torch.zeros(1, 3, 1, dtype=torch.long) if with_teacher else None,
+        teacher_topk=torch.zeros(1, 3, 1) if with_teacher else None,
+    )
+
+
+def load_lm(path: str, attention: str, dtype: Dtype, device: str) -> torch.nn.Module:
+    """The causal language model of a Hugging Face folder, in `dtype` on `device`, without dropout."""
+    from transformers import AutoModelForCausalLM
+
+    lm: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
+        path, dtype=getattr(torch, dtype.value), attn_implementation=attention, local_files_only=True
+    )
+    require_supported(lm.config)
+    return lm.to(device).eval()  # dropout off in training too: the engine samples without it
+
+
+def recompute_activations(lm: Any) -> None:
+    """Turns gradient checkpointing on; dropout stays off, because these models have none configured."""
+    lm.train()
+    lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

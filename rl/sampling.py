@@ -1,0 +1,68 @@
+"""Which prompts a step trains on: dynamic sampling, and leaving out prompts that teach nothing.
+
+Both are bounded: a step ends whatever the model does (design: no loop whose exit depends on the model alone).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from conf.schema import AlgoConfig
+from rl.types import Group
+
+# Share of the newest observation in a prompt's rolling pass rate.
+NEWEST = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draw:
+    """Groups that a step trains on, and those it sampled and left out. `filled`: kept although without signal."""
+
+    kept: list[Group]
+    dropped: list[Group]
+    filled: int = 0
+
+
+def has_signal(group: Group) -> bool:
+    """Whether the group's valid rewards differ: otherwise its advantages are all 0."""
+    rewards = [t.reward for t in group.valid]
+    return len(rewards) > 1 and max(rewards) > min(rewards)
+
+
+def draw_groups(algo: AlgoConfig, take: Callable[[int], list[Group]], count: int) -> Draw:
+    """`count` groups from `take`. With dynamic sampling groups without signal are replaced: Yu et al. 2025 (DAPO), 3.2.
+
+    At most `max_draws` x `count` groups are drawn; what is missing then is filled, in the order of their prompts, with
+    groups without signal, so that the batch keeps its size. Those drawn and left out count as consumed.
+    """
+    if not algo.dynamic_sampling:
+        return Draw(kept=take(count), dropped=[])
+    kept: list[Group] = []
+    spare: list[Group] = []
+    budget = algo.max_draws * count
+    while len(kept) < count and budget > 0:
+        drawn = take(min(count - len(kept), budget))
+        budget -= len(drawn)
+        for group in drawn:
+            (kept if has_signal(group) else spare).append(group)
+    missing = count - len(kept)
+    kept = sorted(kept + spare[:missing], key=lambda group: group.position)
+    return Draw(kept=kept, dropped=spare[missing:], filled=missing)
+
+
+def note_pass_rates(algo: AlgoConfig, pass_rates: dict[str, float], groups: list[Group]) -> None:
+    """Moves the rolling mean reward of each group's prompt towards what was just seen, where a curriculum needs it."""
+    for group in groups if algo.has_curriculum else []:
+        rewards = [t.reward for t in group.valid]
+        if rewards:
+            key, seen = str(group.prompt.index), sum(rewards) / len(rewards)
+            pass_rates[key] = seen if key not in pass_rates else (1 - NEWEST) * pass_rates[key] + NEWEST * seen
+
+
+def is_settled(algo: AlgoConfig, pass_rates: Mapping[str, float], index: int) -> bool:
+    """Whether prompt `index` is known to be too hard or too easy to teach anything, by the curriculum's bounds."""
+    rate = pass_rates.get(str(index))
+    if rate is None:
+        return False
+    too_hard = algo.curriculum_low is not None and rate < algo.curriculum_low
+    too_easy = algo.curriculum_high is not None and rate > algo.curriculum_high
+    return too_hard or too_easy
