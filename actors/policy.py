@@ -101,7 +101,7 @@ class PolicyRank(Rank):
             parts.append(on_cpu(tensors))
         sums = merge_sums(parts)
         if update.mismatch_limit is not None:
-            total = torch.as_tensor(sums["mismatch"], dtype=torch.float64)
+            total = sums["mismatch"].clone()
             if self.world > 1:
                 torch.distributed.all_reduce(total)
             require_match(float(total) / update.num_action_tokens, update.mismatch_limit, update.version)
