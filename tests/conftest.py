@@ -1,6 +1,7 @@
 """What several test files need: a tiny Hugging Face folder, and hypothesis without wall-clock limits."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,8 @@ from hypothesis import settings
 
 # Before torch is imported: on models as small as those of the tests, a second thread costs more than it brings.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A background job of a script starts with Ctrl-C ignored, and so would every program that a test starts and interrupts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A busy machine must not fail a property, and a failure must come back in the next run.
 settings.register_profile("tandem", deadline=None, derandomize=True, max_examples=50)
