@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from actors.engine import MOMENTS, Engine
+from conf.errors import ConfigError
 from rl.faults import CheckpointError
 from rl.run_folder import write_json
 
@@ -135,7 +136,7 @@ def publish(
         entries, extra = write(aside)
         copy_model_files(model_path, aside / "model")
         if reference is not None:
-            shutil.copytree(reference, aside / "reference", copy_function=link_or_copy)
+            entries = entries + copy_reference(reference, aside)
         for entry in entries:
             verify_file(aside, entry)
         write_json(
@@ -190,7 +191,10 @@ def find_whole(root: Path) -> tuple[Path | None, list[str]]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint. Raises CheckpointError when there is none or it cannot be read."""
+    """The manifest of a checkpoint. Raises CheckpointError when there is none or it cannot be read.
+
+    Raises ConfigError when it is whole but of another format: that is no broken checkpoint to fall back behind.
+    """
     path = folder / "manifest.json"
     try:
         manifest: dict[str, Any] = json.loads(path.read_text())
@@ -199,7 +203,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if not isinstance(manifest, dict) or not {"format", "step", "files", "run_state", "config"} <= manifest.keys():
         raise CheckpointError(f"{folder} is no checkpoint: {path.name} lacks fields")
     if manifest["format"] != FORMAT:
-        raise CheckpointError(f"{folder} has format {manifest['format']}, this version reads {FORMAT}")
+        raise ConfigError(
+            f"{folder} has format {manifest['format']}, this version reads {FORMAT}: resume=never, another run_dir, or "
+            "the version that wrote it"
+        )
     return manifest
 
 
@@ -221,6 +228,17 @@ def verify_file(folder: Path, entry: Mapping[str, Any]) -> None:
         raise CheckpointError(
             f"checkpoint {folder} is broken: {path.name} has crc {crc:08x}, {entry['crc']:08x} was written"
         )
+
+
+def copy_reference(source: Path, folder: Path) -> list[dict[str, Any]]:
+    """Puts the reference's folder into a checkpoint; returns the manifest entries of its files."""
+    shutil.copytree(source, folder / "reference", copy_function=link_or_copy)
+    entries = []
+    for path in sorted((folder / "reference").iterdir()):
+        sync_file(path)
+        name, size = f"reference/{path.name}", path.stat().st_size
+        entries.append({"role": "reference", "file": name, "nbytes": size, "crc": file_crc(path), "tensors": {}})
+    return entries
 
 
 def link_or_copy(source: str, target: str) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.util.placement_group import placement_group
+from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from conf.schema import ClusterConfig, Device
@@ -49,6 +49,7 @@ class Cluster:
     def __init__(self, cfg: ClusterConfig):
         self.device = detect_device(cfg)
         self.cores = os.cpu_count() or 1
+        self._places: dict[str, Any] = {}
         self.run_id = secrets.token_hex(6)
         self.own = cfg.address is None
         self.folder = temporary_root() / f"tandem-{self.run_id}"
@@ -113,7 +114,14 @@ class Cluster:
             raise ResourceError(
                 f"{role}: no place for {wanted} within {timeout_s:g} s; free now: {ray.available_resources()}"
             )
+        self._places[role] = group
         return lambda member: PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=member)
+
+    def release(self, role: str) -> None:
+        """Gives back what `reserve` holds for a role, if anything: its processes have ended."""
+        place = self._places.pop(role, None)
+        if place is not None:
+            remove_placement_group(place)
 
     def actor_env(self, threads: int) -> dict[str, str]:
         """Environment of a worker process; it must be set before the process imports torch."""

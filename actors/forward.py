@@ -43,23 +43,28 @@ class Scorer(torch.nn.Module):
 
 
 class TopScorer(torch.nn.Module):
-    """A causal language model whose forward gives its k likeliest tokens at each place: ids and logprobs [B, T, k]."""
+    """A causal language model whose forward gives its k likeliest tokens at each place: ids and logprobs [B, T, k].
 
-    def __init__(self, lm: Any, temperature: float, layout: Layout, top_k: int):
+    Of the first `vocabulary` tokens: models of one family pad their embeddings to different sizes.
+    """
+
+    def __init__(self, lm: Any, temperature: float, layout: Layout, top_k: int, vocabulary: int):
         super().__init__()
-        self.lm, self.temperature, self.layout, self.top_k = lm, temperature, layout, top_k
+        self.lm, self.temperature, self.layout = lm, temperature, layout
+        self.top_k, self.vocabulary = top_k, vocabulary
 
     def forward(self, batch: Batch, num_chunks: int) -> tuple[torch.Tensor, torch.Tensor]:
         base = getattr(self.lm, self.lm.base_model_prefix)
         hidden, head = hidden_states(base, self.lm.config, batch, self.layout), self.lm.get_output_embeddings()
         parts = [
-            (head(part).float() / self.temperature).log_softmax(-1).topk(self.top_k)
+            (head(part).float()[:, : self.vocabulary] / self.temperature).log_softmax(-1).topk(self.top_k)
             for part in hidden.split(max(1, -(-len(hidden) // num_chunks)))
         ]
         shape = (*batch.tokens.shape, self.top_k)
         ids, logprobs = torch.zeros(shape, dtype=torch.long), torch.zeros(shape)
-        ids[batch.action_mask] = torch.cat([p.indices for p in parts]).cpu()
-        logprobs[batch.action_mask] = torch.cat([p.values for p in parts]).cpu()
+        mask = batch.action_mask.cpu()
+        ids[mask] = torch.cat([p.indices for p in parts]).cpu()
+        logprobs[mask] = torch.cat([p.values for p in parts]).cpu()
         return ids, logprobs
 
 

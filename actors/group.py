@@ -117,8 +117,11 @@ class RankGroup:
 
     def stop(self) -> None:
         """Ends the processes, unless another group owns them."""
-        for actor in self.actors if self.owned else []:
+        if not self.owned:
+            return
+        for actor in self.actors:
             ray.kill(actor)
+        self.cluster.release(self.role)
 
 
 def in_thread(work: Any) -> Future[Any]:

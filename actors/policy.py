@@ -1,5 +1,6 @@
 """A rank of the policy, or of a frozen model of its kind: reference and teacher."""
 
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -59,13 +60,13 @@ class PolicyRank(Rank):
     def top_logprobs(self, micros: list[Micro], top_k: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Ids and log-probabilities [B, T, k] of the likeliest tokens at each action token's place, on the CPU.
 
-        k is `top_k`, or the whole vocabulary when that is 0 or larger.
+        k is `top_k`, or the policy's whole vocabulary when that is 0 or larger.
         """
         assert isinstance(self.score, Scorer)
-        vocabulary = self.score.lm.get_output_embeddings().weight.shape[0]
-        scorer = TopScorer(
-            self.score.lm, self.score.temperature, self.score.layout, min(top_k or vocabulary, vocabulary)
-        )
+        policy = json.loads((Path(self.cfg.model.path) / "config.json").read_text())
+        vocabulary = min(policy["vocab_size"], self.score.lm.get_output_embeddings().weight.shape[0])
+        chosen = min(top_k or vocabulary, vocabulary)
+        scorer = TopScorer(self.score.lm, self.score.temperature, self.score.layout, chosen, vocabulary)
         return [scorer(self.on_device(m.batch), m.num_chunks) for m in micros if m.batch is not None]
 
     def reload(self, model_path: str) -> None:
@@ -101,7 +102,7 @@ class PolicyRank(Rank):
             parts.append(on_cpu(tensors))
         sums = merge_sums(parts)
         if update.mismatch_limit is not None:
-            total = sums["mismatch"].clone()
+            total = sums["mismatch"].to(self.device, copy=True)
             if self.world > 1:
                 torch.distributed.all_reduce(total)
             require_match(float(total) / update.num_action_tokens, update.mismatch_limit, update.version)

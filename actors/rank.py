@@ -10,7 +10,7 @@ import torch
 from actors import checkpoint
 from actors.engine import Engine, OptimizerSpec, StepResult, init_distributed
 from actors.forward import require_supported
-from conf.schema import Config, Dtype, PolicyLoss
+from conf.schema import Config, Dtype
 from rl.metrics import Sums
 from rl.types import Batch
 
@@ -89,6 +89,8 @@ class Rank:
     def load(self, folder: str) -> None:
         """Reads the whole training state, in whatever layout it was saved. Collective."""
         checkpoint.read_shards(Path(folder), self.role, self.engine)
+        saved = checkpoint.read_manifest(Path(folder))["roles"][self.role]
+        torch.set_rng_state(torch.tensor(saved["torch_rng"], dtype=torch.uint8))
 
     def state(self) -> dict[str, Any]:
         """Optimizer step and random state of this rank, for the checkpoint."""
@@ -96,7 +98,7 @@ class Rank:
 
     def on_device(self, batch: Batch | None) -> Batch:
         """The batch where this rank computes; a dummy where there is none."""
-        batch = batch if batch is not None else dummy_batch(self.cfg.algo.loss is PolicyLoss.divergence)
+        batch = batch if batch is not None else dummy_batch(self.cfg.algo.has_divergence, self.cfg.algo.has_reference)
         if self.device == "cpu":
             return batch
         moved: dict[str, Any] = {
@@ -105,7 +107,7 @@ class Rank:
         return Batch(**moved)
 
 
-def dummy_batch(with_teacher: bool = False) -> Batch:
+def dummy_batch(with_teacher: bool = False, with_reference: bool = False) -> Batch:
     """One row without action tokens: its loss and every gradient are 0."""
     zeros = torch.zeros(1, 3)
     return Batch(
@@ -118,7 +120,7 @@ def dummy_batch(with_teacher: bool = False) -> Batch:
         prompt_len=torch.ones(1, dtype=torch.long),
         version=torch.zeros(1, dtype=torch.long),
         truncated=torch.zeros(1, dtype=torch.bool),
-        ref_logprobs=zeros,
+        ref_logprobs=zeros if with_reference else None,
         advantages=zeros,
         returns=zeros,
         values=zeros,

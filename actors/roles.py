@@ -84,11 +84,12 @@ class ActorCritic:
         after = values.gather(1, batch.attention_mask.sum(-1, keepdim=True))[:, 0]
         return values[:, :-1] * batch.action_mask, after
 
-    def update(self, batch: Batch, optimizer_step: int) -> Metrics:
+    def update(self, batch: Batch, version: int) -> Metrics:
         """As rl.roles.Critic: as many optimizer steps as the policy, on the same mini-batches."""
         cfg = self.cfg
         schedule = partial(scheduled_lr, cfg, cfg.critic.lr, cfg.num_steps * cfg.algo.steps_per_batch)
-        updates = plan_updates(self.group, cfg, batch, optimizer_step, schedule)
+        done = version * cfg.algo.steps_per_batch
+        updates = plan_updates(self.group, cfg, batch, done, schedule, version)
         results = self.group.call_each("update", updates)
         divisor = sum(update.num_action_tokens for update in updates[0])
         metrics = critic_metrics(merge_sums(step for rank in results for step in rank.sums), divisor)
@@ -156,14 +157,14 @@ def plan_updates(
     batch: Batch,
     optimizer_step: int,
     schedule: Callable[[int], float],
-    version: int = 0,
+    version: int,
     mismatch_limit: float | None = None,
 ) -> list[list[Update]]:
     """Updates [rank][k] of one step: epochs x mini-batches, each with its global divisor and learning rate."""
     per_rank = [list[Update]() for _ in range(group.world)]
     constant = cfg.algo.aggregation_tokens or cfg.rollout.max_tokens
     for epoch in range(cfg.algo.num_epochs):
-        seed = (cfg.seed, optimizer_step, epoch)
+        seed = (cfg.seed, version * cfg.algo.steps_per_batch, epoch)
         for rows in split_mini_batches(batch.group_index, cfg.algo.num_mini_batches, seed):
             part = batch.select(rows)
             part.loss_weight = loss_weights(cfg.algo.aggregation, part.action_mask, constant)

@@ -246,9 +246,9 @@ class AlgoConfig:
             f"algo.reference_refresh={self.reference_refresh} with algo.kl_coef={self.kl_coef}: "
             "there is no reference to refresh; set algo.kl_coef above 0",
         )
-        sequence = (PolicyLoss.gmpo, PolicyLoss.divergence)
+        by_token = (Advantage.gae, Advantage.reinforce_pp, Advantage.teacher)
         require(
-            not (self.loss in sequence and self.advantage in (Advantage.gae, Advantage.reinforce_pp)),
+            not (self.loss is PolicyLoss.gmpo and self.advantage in by_token),
             f"algo.loss={self.loss.value} with algo.advantage={self.advantage.value}: this loss takes one advantage "
             "for a row, but that estimator gives one for each token; use loss=clip",
         )
@@ -256,6 +256,26 @@ class AlgoConfig:
             not (self.loss is PolicyLoss.decoupled and self.correction is not Correction.none),
             f"algo.loss=decoupled with algo.correction={self.correction.value}: both weigh by trainer / engine; "
             "use one of them",
+        )
+        require(
+            self.dual_clip == 0 or self.loss is PolicyLoss.clip,
+            f"algo.dual_clip={self.dual_clip} with algo.loss={self.loss.value}: only loss=clip has a dual clip",
+        )
+        compares = (Advantage.group, Advantage.rloo, Advantage.reinforce_pp_baseline)
+        require(
+            not self.dynamic_sampling or self.advantage in compares,
+            f"algo.dynamic_sampling=true with algo.advantage={self.advantage.value}: this estimator learns from groups "
+            "of equal rewards too; only estimators that compare a group's members may replace them",
+        )
+        require(
+            not (self.has_teacher and self.kl_coef > 0 and self.kl_in is KlPlace.reward),
+            "algo.kl_in=reward with algo.advantage=teacher: distillation has no reward to charge; use algo.kl_in=loss",
+        )
+        extra = self.overlong_buffer_tokens > 0 or self.truncated is Truncated.punish
+        require(
+            not (self.advantage is Advantage.remax and extra),
+            f"algo.advantage=remax with algo.overlong_buffer_tokens={self.overlong_buffer_tokens}, algo.truncated="
+            f"{self.truncated.value}: the greedy answer is not charged for its length; the comparison would be unfair",
         )
         require(
             (self.loss is PolicyLoss.divergence) <= (self.advantage is Advantage.teacher),
@@ -310,7 +330,7 @@ class TeacherConfig:
 
     path: str | None = option(None, "Hugging Face folder of the teacher")
     top_k: int = option(
-        0, "tokens of its distribution that algo.loss=divergence compares; the rest is one more outcome. 0 takes all"
+        64, "tokens of its distribution that algo.loss=divergence compares; the rest is one more outcome. 0 takes all"
     )
 
     def __post_init__(self) -> None:
@@ -718,10 +738,19 @@ class Config:
             f"teacher.path={self.teacher.path or 'null'} with algo.advantage={algo.advantage.value}: "
             + ("give the teacher's folder" if algo.has_teacher else "a teacher needs algo=distill"),
         )
+        early = algo.dynamic_sampling or algo.has_curriculum or algo.advantage is Advantage.remax
+        dynamic = str(algo.dynamic_sampling).lower()
         require(
-            self.reward_model.path is None or not algo.dynamic_sampling,
-            f"reward_model.path={self.reward_model.path} with algo.dynamic_sampling=true: groups are replaced by the "
+            self.reward_model.path is None or not early,
+            f"reward_model.path={self.reward_model.path} with algo.dynamic_sampling={dynamic}, "
+            f"algo.curriculum_low/high={algo.curriculum_low}/{algo.curriculum_high}, algo.advantage="
+            f"{algo.advantage.value}: groups are replaced, passed over or compared with the greedy answer by the "
             "reward function alone, before a reward model has scored them; use one of the two",
+        )
+        require(
+            not self.reward.shuffle or (self.reward_model.path is None and not algo.has_teacher),
+            f"reward.shuffle=true with reward_model.path={self.reward_model.path or 'null'} and algo.advantage="
+            f"{algo.advantage.value}: only the reward function's rewards are permuted, so the run would still learn",
         )
         require(
             not self.reward.separate or algo.advantage is Advantage.group,

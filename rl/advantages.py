@@ -8,6 +8,7 @@ import torch
 
 from conf.schema import Advantage, AlgoConfig, RewardConfig
 from rl.masking import masked_fill_zero
+from rl.numerics import require_finite
 from rl.rewards import row_rewards, token_rewards
 from rl.types import Batch
 
@@ -112,12 +113,12 @@ def broadcast_to_tokens(per_row: torch.Tensor, action_mask: torch.Tensor) -> tor
 def part_advantages(batch: Batch, weights: dict[str, float], normalize_std: bool) -> torch.Tensor:
     """Each named reward against its own group statistics, then their weighted sum: Liu et al. 2026 (GDPO), equation 4.
 
-    What shaping has added to the rewards counts as one more part, of weight 1. Returns [B] float32.
+    What shaping has added (`batch.shaping`) counts as one more part, of weight 1. The paper whitens the result over the
+    batch: `algo.whiten=true`. Returns [B] float32.
     """
-    assert batch.reward_parts is not None
+    assert batch.reward_parts is not None and batch.shaping is not None
     scales = torch.tensor([weights[name] for name in sorted(weights)], dtype=batch.reward_parts.dtype)
-    shaping = batch.rewards - batch.reward_parts @ scales
-    columns = [*batch.reward_parts.unbind(-1), shaping]
+    columns = [*batch.reward_parts.unbind(-1), batch.shaping]
     parts = [group_advantages(column, batch.group_index, normalize_std) for column in columns]
     return torch.stack(parts, -1) @ torch.cat([scales, torch.ones(1)]).float()
 
@@ -158,9 +159,12 @@ def estimate(algo: AlgoConfig, reward: RewardConfig, batch: Batch) -> None:
                 algo.gae_lambda,
                 masked_fill_zero(batch.bootstrap, goes_on),
             )
+        case Advantage.teacher if algo.has_divergence:
+            batch.advantages = torch.zeros(mask.shape)  # the loss is the divergence itself
         case Advantage.teacher:
             assert batch.teacher_logprobs is not None and batch.train_logprobs is not None
             teacher = masked_fill_zero(batch.teacher_logprobs, mask)
             batch.advantages = teacher - masked_fill_zero(batch.train_logprobs, mask)
+    require_finite("advantages", batch.advantages[mask], "a critic, a teacher or token rewards that are not finite")
     if algo.whiten:
         batch.advantages = whiten(batch.advantages, mask)

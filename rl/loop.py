@@ -7,7 +7,7 @@ from rl import advantages, rewards
 from rl.batching import collate
 from rl.kl import adapt
 from rl.metrics import batch_metrics
-from rl.numerics import mismatch_sums, require_match
+from rl.numerics import mismatch_sums, require_finite, require_match
 from rl.roles import Metrics, Roles
 from rl.sampling import draw_groups, note_pass_rates
 from rl.timing import Timer
@@ -39,7 +39,7 @@ def run(
         check_mismatch(cfg, batch, state.step)
         trains = state.step >= cfg.critic.warmup_steps
         with timer("update"):
-            metrics |= critic.update(batch, state.step * per_batch) if critic else {}
+            metrics |= critic.update(batch, state.step) if critic else {}
             metrics |= policy.update(batch, state.optimizer_step, state.step) if trains else {}
         metrics |= batch_metrics(batch, draw, state.step)
         if cfg.algo.kl_target > 0:
@@ -49,28 +49,32 @@ def run(
         state.advance(draw.kept + draw.dropped, per_batch if trains else 0)
         with timer("sync"):
             metrics |= roles.sync.push(version=state.step)
-        after_step(state, draw.kept, metrics)
+        after_step(state, draw.kept + draw.dropped, metrics)
         rollouts.set_version(state.step)
 
 
 def score(cfg: Config, roles: Roles, batch: Batch, step: int) -> Metrics:
     """Everything that is known of a batch before it is trained on: log-probabilities, values, rewards, advantages."""
     metrics: Metrics = {}
+    given = batch.rewards
     if roles.reward_model:
         scores = roles.reward_model.scores(batch)
+        require_finite("scores", scores, "the reward model")
         batch.rewards = batch.rewards + cfg.reward_model.weight * scores
         metrics["reward/model"] = float(scores.mean())
+    batch.outcomes = batch.rewards
     if scores_before_update(cfg) or step < cfg.critic.warmup_steps:
         batch.train_logprobs = roles.policy.logprobs(batch)
     if roles.reference:
         batch.ref_logprobs = roles.reference.logprobs(batch)
-    if roles.teacher:
+    if roles.teacher and cfg.algo.has_divergence:
+        batch.teacher_ids, batch.teacher_topk = roles.teacher.top_logprobs(batch)
+    elif roles.teacher:
         batch.teacher_logprobs = roles.teacher.logprobs(batch)
-        if cfg.algo.has_divergence:
-            batch.teacher_ids, batch.teacher_topk = roles.teacher.top_logprobs(batch)
     if roles.critic:
         batch.values, batch.bootstrap = roles.critic.values(batch)
     metrics |= rewards.shape(cfg.algo, batch, cfg.rollout.max_tokens)
+    batch.shaping = rewards.row_rewards(batch) - given
     advantages.estimate(cfg.algo, cfg.reward, batch)
     return metrics
 
@@ -83,7 +87,8 @@ def scores_before_update(cfg: Config) -> bool:
     need them earlier.
     """
     algo = cfg.algo
-    return algo.steps_per_batch > 1 or algo.has_teacher or (algo.has_reference and algo.kl_in is KlPlace.reward)
+    by_token = algo.has_teacher and not algo.has_divergence
+    return algo.steps_per_batch > 1 or by_token or (algo.has_reference and algo.kl_in is KlPlace.reward)
 
 
 def check_mismatch(cfg: Config, batch: Batch, version: int) -> None:

@@ -102,7 +102,7 @@ def gmpo(
     """-A times the geometric mean of the row's clipped ratios, the same on each of its action tokens.
 
     Zhao et al. 2025 (GMPO), equation 4: the log-ratio of each token is clipped to [-low, high] where that lowers the
-    objective. One advantage for each row: the one of its first action token.
+    objective. One advantage for each row: the mean of its action tokens'.
     """
     gap = log_ratio(logprobs, old_logprobs, mask)
     advantage = row_mean(masked_fill_zero(advantages, mask), mask)[:, None]
@@ -216,14 +216,15 @@ def value_loss(
     """Half the squared error to the returns, [B, T]; 0 where masked.
 
     With `clip` > 0 the larger of the errors of the value and of the value held within `clip` of its old one (the value
-    loss of OpenAI's PPO code; Huang et al. 2022, detail 9). 0 turns that off. The sums give the explained variance.
+    loss of OpenAI's PPO code; Huang et al. 2022, detail 9). 0 turns that off. The sums give the explained variance of
+    the old values.
     """
     values, old_values, returns = (masked_fill_zero(x, mask) for x in (values, old_values, returns))
     error = (values - returns).square()
     sums = {
-        "value": values.detach().double().sum(),
-        "value_error": (values.detach() - returns).double().sum(),
-        "value_error_squared": error.detach().double().sum(),
+        "value": old_values.double().sum(),
+        "value_error": (old_values - returns).double().sum(),
+        "value_error_squared": (old_values - returns).double().square().sum(),
         "return": returns.double().sum(),
         "return_squared": returns.double().square().sum(),
     }
@@ -271,7 +272,7 @@ def policy_objective(algo: AlgoConfig, batch: Batch, scores: Scores, version: in
     old = batch.train_logprobs if batch.train_logprobs is not None else current
     loss, sums = policy_loss(algo, batch, scores, old)
     sums["policy_loss"] = weighed(loss.detach(), batch.loss_weight)
-    sums["approx_kl"] = kl_penalty(current, old, mask, KlEstimator.k3).sum()
+    sums["approx_kl"] = kl_penalty(old, current, mask, KlEstimator.k3).sum()  # the samples are of the old policy
     sums["entropy"] = masked_fill_zero(scores.entropy.detach(), mask).double().sum()
     sums["log_ratio_hist"] = histogram(log_ratio(current, old, mask)[mask])
     if batch.train_logprobs is None:

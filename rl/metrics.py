@@ -74,13 +74,14 @@ def critic_metrics(sums: Mapping[str, torch.Tensor], num_tokens: int) -> dict[st
 def batch_metrics(batch: Batch, draw: Draw, version: int) -> dict[str, float]:
     """What is known of a step's trajectories; `version` is the weight version that the step starts from."""
     groups = draw.kept
-    trajectories = [t for g in groups for t in g.trajectories]
-    valid = [t for t in trajectories if t.valid]
+    trajectories = [t for g in draw.kept + draw.dropped for t in g.trajectories]
+    valid = [t for g in groups for t in g.valid]
+    outcomes = (batch.outcomes if batch.outcomes is not None else batch.rewards).tolist()
     spread = [statistics.pstdev([t.reward for t in g.valid]) for g in groups if len(g.valid) > 1]
     lengths = [t.num_action_tokens for t in valid]
     out = {
-        "reward/mean": statistics.fmean(t.reward for t in valid),
-        "reward/std": statistics.pstdev([t.reward for t in valid]),
+        "reward/mean": statistics.fmean(outcomes),
+        "reward/std": statistics.pstdev(outcomes),
         "rollout/groups_dropped": float(len(draw.dropped)),
         "rollout/groups_filled": float(draw.filled),
         "reward/groups_with_signal": sum(s > 0 for s in spread) / max(1, len(groups)),
@@ -89,8 +90,8 @@ def batch_metrics(batch: Batch, draw: Draw, version: int) -> dict[str, float]:
         "rollout/truncated": sum(t.truncated for t in valid) / len(valid),
         "rollout/lag_mean": float((version - batch.version).float().mean()),
         "rollout/lag_max": float((version - batch.version).max()),
-        "rollout/num_failed": float(len(trajectories) - len(valid)),
-        "rollout/num_tokens": float(batch.num_action_tokens),
+        "rollout/num_failed": float(sum(not t.valid for t in trajectories)),
+        "rollout/num_tokens": float(sum(t.num_action_tokens for t in trajectories if t.valid)),
         "train/num_tokens": float(sum(batch.lengths)),
     }
     for status in Status:
@@ -99,7 +100,7 @@ def batch_metrics(batch: Batch, draw: Draw, version: int) -> dict[str, float]:
             if count:
                 out[f"rollout/num_{status.value}"] = float(count)
     for name in sorted(valid[0].rewards):
-        out[f"reward/{name}"] = statistics.fmean(t.rewards[name] for t in valid)
+        out[f"reward_part/{name}"] = statistics.fmean(t.rewards[name] for t in valid)
     if batch.advantages is not None:
         out["advantage/max"] = float(batch.advantages.abs().max())
     if batch.train_logprobs is not None:

@@ -10,6 +10,19 @@ class MismatchError(RuntimeError):
     """Engine and trainer disagree on the log-probabilities of the sampled tokens by more than the limit."""
 
 
+class NotFiniteError(RuntimeError):
+    """A number that would reach every gradient is NaN or infinite."""
+
+
+def require_finite(what: str, values: torch.Tensor, source: str) -> None:
+    """Raises NotFiniteError, naming `source`, when any of `values` is NaN or infinite."""
+    bad = int((~torch.isfinite(values)).sum())
+    if bad:
+        raise NotFiniteError(
+            f"{bad} of {values.numel()} {what} are NaN or infinite (from {source}); nothing was trained on them"
+        )
+
+
 def mismatch_sums(train: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
     """Sums over action tokens of |train - rollout| and of the k3 estimate of KL(rollout || train); the largest gap, and
     the histogram (rl.quantiles) of all.

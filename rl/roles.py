@@ -62,8 +62,8 @@ class Critic(Protocol):
         """V of the state before each action token [B, T], 0 elsewhere; and after each row's last token [B]."""
         ...
 
-    def update(self, batch: Batch, optimizer_step: int) -> Metrics:
-        """All mini-batches and epochs over `batch`. `optimizer_step` counts the critic's own optimizer steps so far."""
+    def update(self, batch: Batch, version: int) -> Metrics:
+        """All mini-batches and epochs over `batch`, the same as the policy's of this step."""
         ...
 
 

@@ -11,6 +11,7 @@ from rl.types import Group
 
 # Share of the newest observation in a prompt's rolling pass rate.
 NEWEST = 0.5
+REVISITED = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +32,8 @@ def has_signal(group: Group) -> bool:
 def draw_groups(algo: AlgoConfig, take: Callable[[int], list[Group]], count: int) -> Draw:
     """`count` groups from `take`. With dynamic sampling groups without signal are replaced: Yu et al. 2025 (DAPO), 3.2.
 
-    At most `max_draws` x `count` groups are drawn; what is missing then is filled, in the order of their prompts, with
-    groups without signal, so that the batch keeps its size. Those drawn and left out count as consumed.
+    At most `max_draws` x `count` groups are drawn. What is missing then is filled with groups without signal, those
+    with a valid member first, so that the batch keeps its size. Groups drawn and left out count as consumed.
     """
     if not algo.dynamic_sampling:
         return Draw(kept=take(count), dropped=[])
@@ -45,6 +46,7 @@ def draw_groups(algo: AlgoConfig, take: Callable[[int], list[Group]], count: int
         for group in drawn:
             (kept if has_signal(group) else spare).append(group)
     missing = count - len(kept)
+    spare.sort(key=lambda group: (not group.valid, group.position))
     kept = sorted(kept + spare[:missing], key=lambda group: group.position)
     return Draw(kept=kept, dropped=spare[missing:], filled=missing)
 
@@ -58,8 +60,13 @@ def note_pass_rates(algo: AlgoConfig, pass_rates: dict[str, float], groups: list
             pass_rates[key] = seen if key not in pass_rates else (1 - NEWEST) * pass_rates[key] + NEWEST * seen
 
 
-def is_settled(algo: AlgoConfig, pass_rates: Mapping[str, float], index: int) -> bool:
-    """Whether prompt `index` is known to be too hard or too easy to teach anything, by the curriculum's bounds."""
+def is_settled(algo: AlgoConfig, pass_rates: Mapping[str, float], index: int, epoch: int) -> bool:
+    """Whether prompt `index` is known to be too hard or too easy to teach anything, by the curriculum's bounds.
+
+    Never in every REVISITED-th epoch: the policy changes, and a prompt that is never drawn cannot show it.
+    """
+    if epoch % REVISITED == 0:
+        return False
     rate = pass_rates.get(str(index))
     if rate is None:
         return False

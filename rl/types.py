@@ -113,7 +113,8 @@ class Batch:
     """Rows of one step, right-padded. Float arrays are float32.
 
     tokens [B, T] int64; attention_mask, action_mask [B, T] bool; rollout_logprobs, train_logprobs, ref_logprobs,
-    teacher_logprobs, values, advantages, returns, token_rewards [B, T]; rewards, baseline [B]; reward_parts [B, K];
+    teacher_logprobs, values, advantages, returns, token_rewards [B, T]; reward_parts [B, K]; rewards, baseline [B],
+    outcomes (rewards before shaping) and shaping (what it added, KL included) [B];
     truncated [B] bool; group_index, prompt_len, version [B] int64.
     `version` is the oldest weight version that sampled a token of the row. values: of the state before each token;
     bootstrap [B]: of the state after the row's last one. teacher_ids [B, T, k] int64 and teacher_topk [B, T, k]: the
@@ -136,6 +137,8 @@ class Batch:
     advantages: torch.Tensor | None = None
     returns: torch.Tensor | None = None
     baseline: torch.Tensor | None = None
+    outcomes: torch.Tensor | None = None
+    shaping: torch.Tensor | None = None
     reward_parts: torch.Tensor | None = None
     token_rewards: torch.Tensor | None = None
     teacher_logprobs: torch.Tensor | None = None

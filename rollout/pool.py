@@ -55,7 +55,7 @@ class RolloutPool:
         scorer: Scorer,
         decode: Callable[[list[int]], str],
         stop_token_ids: tuple[int, ...],
-        is_settled: Callable[[int], bool] = lambda _: False,
+        is_settled: Callable[[int, int], bool] = lambda _index, _epoch: False,
     ):
         self.cfg, self.engines, self.stream, self.scorer, self.decode = cfg, list(engines), stream, scorer, decode
         self.stop_token_ids, self.is_settled = stop_token_ids, is_settled
@@ -88,7 +88,8 @@ class RolloutPool:
 
     def next_groups(self, count: int) -> list[Group]:
         """As rl.roles.Rollouts. Raises RoleTimeout when they do not come, RoleDied when every engine is gone."""
-        groups = self._wait(self._take(count), self._limit_s(count * self.cfg.samples_per_prompt))
+        greedy = self.cfg.algo.advantage is Advantage.remax
+        groups = self._wait(self._take(count), self._limit_s(count * (self.cfg.samples_per_prompt + greedy)))
         if self.cfg.reward.shuffle:
             shuffle_rewards(groups, seed=self.cfg.seed * 1_000_003 + groups[0].position)
         return groups
@@ -134,7 +135,7 @@ class RolloutPool:
         """The first position from `position` on whose prompt can teach something; after a whole epoch of others, the
         given one."""
         for later in range(position, position + len(self.stream.prompts)):
-            if not self.is_settled(self.stream.at(later).index):
+            if not self.is_settled(self.stream.at(later).index, self.stream.epoch(later)):
                 return later
         return position
 
@@ -326,7 +327,7 @@ def failed(prompt: Prompt, status: Status, error: str) -> Trajectory:
 def shuffle_rewards(groups: Sequence[Group], seed: int) -> None:
     """Permutes rewards over all valid trajectories, in place: the control in which nothing can be learnt."""
     valid = [t for g in groups for t in g.valid]
-    rewards = [t.reward for t in valid]
+    rewards = [(t.reward, t.rewards) for t in valid]
     random.Random(seed).shuffle(rewards)
-    for trajectory, reward in zip(valid, rewards, strict=True):
-        trajectory.reward = reward
+    for trajectory, (reward, named) in zip(valid, rewards, strict=True):
+        trajectory.reward, trajectory.rewards = reward, named

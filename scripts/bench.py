@@ -26,9 +26,6 @@ NAMES = {
     "algorithms": "every algorithm on the tiny task from one warm start; also writes a table (.md) and curves (.png)",
 }
 REPEATS = {"rollout": 5, "train": 5, "sync": 9, "step": 2, "logprobs": 3, "algorithms": 1}
-# The tiny task of `algorithms` has its own model and sizes.
-MODELS = {"algorithms": "models/tiny"}
-SIZES = {"algorithms": (32, 16, 8)}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -46,18 +43,19 @@ def build_parser() -> argparse.ArgumentParser:
                 sub.add_argument(f"--{key}", type=positive, default=size, help="size of the work [%(default)s]")
             sub.add_argument("--threads", type=positive, default=os.cpu_count() or 1, help="CPU threads [all cores]")
             continue
-        model = MODELS.get(name, "models/smollm2")
-        sub.add_argument("--model", default=model, help="Hugging Face model folder [%(default)s]")
-        sub.add_argument("--threads", type=positive, default=os.cpu_count() or 1, help="CPU threads [all cores]")
-        if name != "sync":
-            prompts, samples, tokens = SIZES.get(name, (8, 8, 16))
-            sub.add_argument("--prompts", type=positive, default=prompts, help="prompts of a batch [%(default)s]")
-            sub.add_argument("--samples", type=group_size, default=samples, help="samples of each prompt [%(default)s]")
-            sub.add_argument("--max-tokens", type=positive, default=tokens, help="tokens of a completion [%(default)s]")
         if name == "algorithms":
+            sub.add_argument("--prompts", type=positive, default=32, help="prompts of a batch [%(default)s]")
+            sub.add_argument("--samples", type=group_size, default=16, help="samples of each prompt [%(default)s]")
             sub.add_argument("--steps", type=positive, default=80, help="steps of each run [%(default)s]")
             sub.add_argument("--jobs", type=positive, default=2, help="runs at a time [%(default)s]")
             sub.add_argument("--only", nargs="+", metavar="NAME", help="these algorithms [all]")
+            continue
+        sub.add_argument("--model", default="models/smollm2", help="Hugging Face model folder [%(default)s]")
+        sub.add_argument("--threads", type=positive, default=os.cpu_count() or 1, help="CPU threads [all cores]")
+        if name != "sync":
+            sub.add_argument("--prompts", type=positive, default=8, help="prompts of a batch [%(default)s]")
+            sub.add_argument("--samples", type=group_size, default=8, help="samples of each prompt [%(default)s]")
+            sub.add_argument("--max-tokens", type=positive, default=16, help="tokens of a completion [%(default)s]")
         if name == "step":
             sub.add_argument("--steps", type=positive, default=4, help="steps counted in each run [%(default)s]")
             sub.add_argument("--skip-yardstick", action="store_true", help="measure Tandem alone, without TRL")

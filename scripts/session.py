@@ -29,7 +29,7 @@ from rl.faults import CheckpointError, ResourceError, RoleError, SyncError
 from rl.live import View, open_view
 from rl.loop import run as run_loop
 from rl.memory import start_peak
-from rl.numerics import MismatchError
+from rl.numerics import MismatchError, NotFiniteError
 from rl.prompts import PromptStream
 from rl.roles import Metrics, Roles
 from rl.run_folder import write_config, write_json, write_versions
@@ -47,7 +47,15 @@ from scripts.sft import warm_start
 from weightsync.sync import WeightSync
 
 # Errors that a user can act on from the message alone: shown without a traceback.
-PLAIN_ERRORS = (RoleError, SyncError, CheckpointError, ResourceError, MismatchError, NoValidTrajectories)
+PLAIN_ERRORS = (
+    RoleError,
+    SyncError,
+    CheckpointError,
+    ResourceError,
+    MismatchError,
+    NotFiniteError,
+    NoValidTrajectories,
+)
 
 
 def train(cfg: Config) -> int:
@@ -90,7 +98,7 @@ class Session:
         self.begun = time.monotonic()
         # The present reference, once it is no longer the model that training started from.
         kept = start.checkpoint / "reference" if start.checkpoint else None
-        self.reference_folder = kept if kept is not None and kept.exists() else None
+        self.reference_folder = kept if kept is not None and state.reference_step > 0 else None
 
     def run(self) -> int:
         """Trains; writes summary.json whatever happens. Returns the exit code."""

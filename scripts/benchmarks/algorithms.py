@@ -45,7 +45,8 @@ def measure(args: argparse.Namespace) -> Result:
     unknown = set(names) - set(OVERRIDES)
     if unknown:
         raise ConfigError(f"--only {' '.join(sorted(unknown))}: no such algorithm here; one of {', '.join(OVERRIDES)}")
-    compose(["experiment=tiny_sort", f"num_steps={args.steps}"])  # refuses what cannot run before anything starts
+    for name in names:  # refuses what cannot run before anything starts
+        compose(overrides(args, name, 0, *(["teacher.path=teacher"] if name == "distill" else [])))
     curves: dict[str, list[list[float]]] = {name: [] for name in names}
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="tandem-bench-") as folder, ThreadPoolExecutor(args.jobs) as pool:
@@ -77,14 +78,19 @@ def run_one(
 ) -> tuple[dict[str, Any], list[dict[str, float]]]:
     """One run of scripts/train.py from the common warm start: its summary and its steps."""
     folder = root / f"{name}-{seed}"
-    command = [
-        *(sys.executable, "scripts/train.py", "experiment=tiny_sort", f"algo={name}", *OVERRIDES[name], *more),
-        *(f'model.path="{root / "start" / "sft"}"', "sft.num_steps=0", f"num_steps={args.steps}", f"seed={seed}"),
-        *(f"prompts_per_step={args.prompts}", f"samples_per_prompt={args.samples}", "evaluation.every=1000"),
-        *(f'run_dir="{folder}"', "tracking=none", "checkpoint.at_end=false", "cluster.colocate=[critic,teacher]"),
-    ]
-    run_program(command)
+    places = [f'model.path="{root / "start" / "sft"}"', f'run_dir="{folder}"']
+    run_program([sys.executable, "scripts/train.py", *overrides(args, name, seed, *more), *places])
     return json.loads((folder / "summary.json").read_text()), read_steps(folder / "metrics.jsonl")
+
+
+def overrides(args: argparse.Namespace, name: str, seed: int, *more: str) -> list[str]:
+    """The configuration of one run, without its folders."""
+    return [
+        *("experiment=tiny_sort", f"algo={name}", *OVERRIDES[name], *more),
+        *("sft.num_steps=0", f"num_steps={args.steps}", f"seed={seed}", "evaluation.every=1000"),
+        *(f"prompts_per_step={args.prompts}", f"samples_per_prompt={args.samples}"),
+        *("tracking=none", "checkpoint.at_end=false", "cluster.colocate=[critic,teacher]"),
+    ]
 
 
 def figures(args: argparse.Namespace, summary: dict[str, Any]) -> dict[str, float]:

@@ -95,7 +95,7 @@ def test_distill_comes_nearer_to_its_teacher(tiny_folder: Path, tmp_path: Path) 
     assert losses[-1] < 0.5 * losses[0] and min(losses) >= -1e-6
 
 
-def test_remax_with_a_reward_model_learns_from_both(tiny_folder: Path, tmp_path: Path) -> None:
+def test_rloo_with_a_reward_model_learns_from_both(tiny_folder: Path, tmp_path: Path) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -104,9 +104,15 @@ def test_remax_with_a_reward_model_learns_from_both(tiny_folder: Path, tmp_path:
     config = AutoConfig.from_pretrained(tiny_folder, num_labels=1)
     AutoModelForSequenceClassification.from_config(config).save_pretrained(scorer)
     AutoTokenizer.from_pretrained(tiny_folder).save_pretrained(scorer)
-    job = train(tmp_path, tiny_folder, LETTERS, "algo=remax", f"reward_model.path={scorer}", "num_steps=2")
+    job = train(tmp_path, tiny_folder, LETTERS, "algo=rloo", f"reward_model.path={scorer}", "num_steps=2")
     rows = [row for row in read_lines(run_folder(job.folder) / "metrics.jsonl") if row["step"] >= 1]
     assert all(row["reward/model"] != 0 and row["policy/grad_norm"] > 0 for row in rows)
+
+
+def test_remax_compares_with_the_greedy_answer(tiny_folder: Path, tmp_path: Path) -> None:
+    job = train(tmp_path, tiny_folder, LETTERS, "algo=remax", "samples_per_prompt=1", "num_steps=2")
+    rows = [row for row in read_lines(run_folder(job.folder) / "metrics.jsonl") if row["step"] >= 1]
+    assert all(row["policy/grad_norm"] > 0 and row["advantage/max"] <= 1 for row in rows)
 
 
 def test_dapo_with_a_constant_reward_ends_every_step(tiny_folder: Path, tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def test_the_table_shows_medians_and_ratios(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize("name", list(bench.NAMES))
 def test_each_benchmark_has_a_file_and_the_common_arguments(name: str, model: Path, tmp_path: Path) -> None:
     out = tmp_path / "new" / "r.json"
-    with_model = [] if name == "logprobs" else ["--model", str(model)]
+    with_model = [] if name in ("logprobs", "algorithms") else ["--model", str(model)]
     args = bench.parse_args([name, "--json", str(out), "--repeats", "3", *with_model])
     assert (args.name, args.repeats, args.json) == (name, 3, out)
     assert not with_model or args.model == str(model)

@@ -20,6 +20,7 @@ from conf.schema import (
     Correction,
     CriticConfig,
     DataConfig,
+    KlPlace,
     ModelConfig,
     PolicyLoss,
     RewardConfig,
@@ -158,6 +159,23 @@ def test_num_optimizer_steps_ten_steps_two_epochs_two_mini_batches_is_40() -> No
             lambda: AlgoConfig(loss=PolicyLoss.gmpo, advantage=Advantage.gae),
             ["algo.loss=gmpo", "algo.advantage=gae", "one advantage for a row"],
         ),
+        (lambda: AlgoConfig(dual_clip=3.0, loss=PolicyLoss.gspo), ["algo.dual_clip=3.0", "algo.loss=gspo"]),
+        (
+            lambda: AlgoConfig(advantage=Advantage.gae, dynamic_sampling=True),
+            ["algo.dynamic_sampling=true", "algo.advantage=gae"],
+        ),
+        (
+            lambda: AlgoConfig(advantage=Advantage.remax, overlong_buffer_tokens=4),
+            ["algo.advantage=remax", "algo.overlong_buffer_tokens=4"],
+        ),
+        (
+            lambda: AlgoConfig(advantage=Advantage.teacher, kl_coef=0.1, kl_in=KlPlace.reward),
+            ["algo.kl_in=reward", "algo.advantage=teacher"],
+        ),
+        (
+            lambda: Config(reward_model=RewardModelConfig(path="m"), reward=RewardConfig(shuffle=True)),
+            ["reward.shuffle=true", "reward_model.path=m"],
+        ),
         (
             lambda: AlgoConfig(loss=PolicyLoss.decoupled, correction=Correction.band),
             ["algo.loss=decoupled", "algo.correction=band"],
@@ -176,10 +194,6 @@ def test_num_optimizer_steps_ten_steps_two_epochs_two_mini_batches_is_40() -> No
         (
             lambda: Config(samples_per_prompt=1, algo=AlgoConfig(advantage=Advantage.rloo)),
             ["samples_per_prompt=1", "algo.advantage=rloo"],
-        ),
-        (
-            lambda: Config(samples_per_prompt=1, algo=AlgoConfig(advantage=Advantage.remax, dynamic_sampling=True)),
-            ["samples_per_prompt=1", "algo.dynamic_sampling=true"],
         ),
         (
             lambda: Config(reward_model=RewardModelConfig(path="m"), algo=AlgoConfig(dynamic_sampling=True)),

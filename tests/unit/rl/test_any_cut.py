@@ -74,7 +74,11 @@ def accumulate(lm: torch.nn.Module, algo: Any, batch: Batch, layout: Layout, ran
     total, parts = 0.0, []
     for plan in plan_micro_batches(batch, layout, ranks, budget, chunk_tokens=4):
         for micro in plan:
-            part = batch.select(micro.rows) if micro.rows else dummy_batch(batch.teacher_ids is not None)
+            part = (
+                batch.select(micro.rows)
+                if micro.rows
+                else dummy_batch(batch.teacher_ids is not None, with_reference=True)
+            )
             scores = Scores(**dict(zip(SCORES, scorer(part, micro.num_chunks), strict=False)))
             loss, sums = losses.policy_objective(algo, part, scores, version=3)
             (loss / batch.num_action_tokens).backward()

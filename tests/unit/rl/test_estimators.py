@@ -138,6 +138,7 @@ def test_estimate_separate_rewards_have_their_own_statistics() -> None:
     parts: list[object] = [{"big": 100.0, "small": 0.0}, {"big": 0.0, "small": 1.0}]
     group = make_group(0, [1], [[2], [3]], reward=[100.0, 1.0], rewards=parts)
     batch = collate([group], ["big", "small"])
+    batch.shaping = torch.zeros(2)
     reward = RewardConfig(weights={"big": 1.0, "small": 1.0}, separate=True)
     assert advantages_of(batch, reward) == [[pytest.approx(0, abs=1e-6)], [pytest.approx(0, abs=1e-6)]]
     assert advantages_of(batch)[0][0] == pytest.approx(math.sqrt(0.5))

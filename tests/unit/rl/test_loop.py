@@ -99,7 +99,7 @@ class ValueOne:
     def values(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         return 1.0 * batch.action_mask, torch.ones(batch.num_rows)
 
-    def update(self, batch: Batch, optimizer_step: int) -> Metrics:
+    def update(self, batch: Batch, version: int) -> Metrics:
         assert batch.values is not None
         return {"critic/loss": 0.0}
 

@@ -255,7 +255,7 @@ def accumulate(
     total, seen, divisor = 0.0, 0, batch.num_action_tokens
     for plan in plans:
         for micro in plan:
-            part = batch.select(micro.rows) if micro.rows else dummy_batch()
+            part = batch.select(micro.rows) if micro.rows else dummy_batch(with_reference=True)
             scores = Scores(**dict(zip(SCORES, scorer(part, micro.num_chunks), strict=False)))
             loss, _ = losses.policy_objective(algo_cfg, part, scores, version=0)
             (loss / divisor).backward()

@@ -79,19 +79,20 @@ def test_pass_rates_move_half_way_and_settle_prompts_outside_the_bounds() -> Non
     rates: dict[str, float] = {}
     note_pass_rates(algo, rates, [group(0, 1.0, 1.0), group(1, 0.0, 1.0), group(2, 0.0, 0.0)])
     assert rates == {"0": 1.0, "1": 0.5, "2": 0.0}
-    assert [is_settled(algo, rates, index) for index in range(4)] == [True, False, True, False]
+    assert [is_settled(algo, rates, index, epoch=1) for index in range(4)] == [True, False, True, False]
+    assert not any(is_settled(algo, rates, index, epoch) for index in range(4) for epoch in (0, 4, 8))
     note_pass_rates(algo, rates, [group(0, 0.0, 0.0)])
-    assert rates["0"] == 0.5 and not is_settled(algo, rates, 0)
+    assert rates["0"] == 0.5 and not is_settled(algo, rates, 0, 1)
 
 
 def test_pass_rates_without_a_curriculum_keep_nothing() -> None:
     rates: dict[str, float] = {}
     note_pass_rates(AlgoConfig(), rates, [group(0, 1.0, 1.0)])
     assert rates == {}
-    assert not is_settled(AlgoConfig(), {"0": 1.0}, 0)
+    assert not is_settled(AlgoConfig(), {"0": 1.0}, 0, 1)
 
 
 @pytest.mark.parametrize(("low", "high", "settled"), [(None, 0.9, [False, True]), (0.1, None, [True, False])])
 def test_settled_one_bound_alone(low: float | None, high: float | None, settled: list[bool]) -> None:
     algo = AlgoConfig(curriculum_low=low, curriculum_high=high)
-    assert [is_settled(algo, {"0": 0.0, "1": 1.0}, index) for index in (0, 1)] == settled
+    assert [is_settled(algo, {"0": 0.0, "1": 1.0}, index, 1) for index in (0, 1)] == settled

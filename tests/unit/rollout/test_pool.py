@@ -167,10 +167,10 @@ def test_start_groups_settled_prompts_are_left_out_until_all_are(make_pool: Make
     engine = AnsweringEngine()
     pool = make_pool(small(), engine)
     order = [pool.stream.at(position).index for position in range(6)]
-    pool.is_settled = lambda index: index in order[1:3]
+    pool.is_settled = lambda index, epoch: index in order[1:3]
     pool.start(0, version=0)
     assert [g.position for g in pool.next_groups(3)] == [0, 3, 4]
-    pool.is_settled = lambda index: True
+    pool.is_settled = lambda index, epoch: True
     pool.set_version(1)
     assert [g.position for g in pool.next_groups(2)] == [5, 6]
 
