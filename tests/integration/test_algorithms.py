@@ -95,6 +95,7 @@ def test_distill_comes_nearer_to_its_teacher(tiny_folder: Path, tmp_path: Path) 
     assert losses[-1] < 0.5 * losses[0] and min(losses) >= -1e-6
 
 
+@pytest.mark.slow
 def test_rloo_with_a_reward_model_learns_from_both(tiny_folder: Path, tmp_path: Path) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
@@ -115,6 +116,7 @@ def test_remax_compares_with_the_greedy_answer(tiny_folder: Path, tmp_path: Path
     assert all(row["policy/grad_norm"] > 0 and row["advantage/max"] <= 1 for row in rows)
 
 
+@pytest.mark.slow
 def test_dapo_with_a_constant_reward_ends_every_step(tiny_folder: Path, tmp_path: Path) -> None:
     job = train(tmp_path, tiny_folder, "algo=dapo", "reward=none", "num_steps=2", "algo.max_draws=2")
     rows = [row for row in read_lines(run_folder(job.folder) / "metrics.jsonl") if row["step"] >= 1]
