@@ -1,12 +1,10 @@
 """A rank of the critic: a value head on a causal language model's body, trained on the returns."""
 
-import time
-
 import torch
 
 from actors.engine import OptimizerSpec
 from actors.forward import ValueScorer
-from actors.rank import Micro, Rank, Update, UpdateResult, load_lm, recompute_activations
+from actors.rank import Micro, Rank, Update, load_lm, recompute_activations
 from rl.losses import value_loss
 from rl.metrics import Sums, merge_sums, on_cpu
 
@@ -29,18 +27,8 @@ class CriticRank(Rank):
         found = [(m, self.engine(self.on_device(m.batch))) for m in micros]
         return [values.float().cpu() for micro, values in found if micro.batch is not None]
 
-    def update(self, updates: list[Update]) -> UpdateResult:
-        """Optimizer steps, one for each entry."""
-        result = UpdateResult(sums=[], steps=[])
-        for update in updates:
-            started = time.monotonic()
-            sums = self._accumulate(update)
-            backward_s = time.monotonic() - started
-            result.add(sums, self.engine.step(update.lr), backward_s, time.monotonic() - started - backward_s)
-        return result
-
-    def _accumulate(self, update: Update) -> Sums:
-        """Forward and backward of all micro-batches; sums over this rank's action tokens."""
+    def accumulate(self, update: Update) -> Sums:
+        """As Rank."""
         parts = []
         for micro in update.micros:
             batch = self.on_device(micro.batch)

@@ -1,7 +1,6 @@
 """A rank of the policy, or of a frozen model of its kind: reference and teacher."""
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -80,19 +79,14 @@ class PolicyRank(Rank):
 
         Raises rl.numerics.MismatchError on all ranks, before the optimizer moves, when `mismatch_limit` is exceeded.
         """
-        result = UpdateResult(sums=[], steps=[])
-        for update in updates:
-            started = time.monotonic()
-            sums = self._accumulate(update)
-            backward_s = time.monotonic() - started
-            result.add(sums, self.engine.step(update.lr), backward_s, time.monotonic() - started - backward_s)
+        result = super().update(updates)
         self._probe_logprobs = None
         if self._probe_row:
             self.probe(list(self._probe_row))  # now, so that the push that follows need not wait for it
         return result
 
-    def _accumulate(self, update: Update) -> Sums:
-        """Forward and backward of all micro-batches; sums over this rank's action tokens."""
+    def accumulate(self, update: Update) -> Sums:
+        """As Rank; checks the mismatch when this forward is the scoring of the batch."""
         parts = []
         for micro in update.micros:
             batch = self.on_device(micro.batch)

@@ -1,6 +1,7 @@
 """What every trained role of a rank has in common: joining the group, its engine, its share of a checkpoint."""
 
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,20 @@ class Rank:
         """A DeepSpeed engine around `module`, in the trainer's layout."""
         self.engine = Engine(module, spec, self.cfg.trainer.zero_stage, self.cfg.trainer.dtype)
         return self.engine
+
+    def accumulate(self, update: Update) -> Sums:
+        """Forward and backward of all micro-batches of one optimizer step; sums over this rank's action tokens."""
+        raise TypeError(f"{self.role} is frozen: it has no loss")
+
+    def update(self, updates: list[Update]) -> UpdateResult:
+        """Optimizer steps, one for each entry."""
+        result = UpdateResult(sums=[], steps=[])
+        for update in updates:
+            started = time.monotonic()
+            sums = self.accumulate(update)
+            backward_s = time.monotonic() - started
+            result.add(sums, self.engine.step(update.lr), backward_s, time.monotonic() - started - backward_s)
+        return result
 
     def save(self, folder: str) -> list[dict[str, Any]]:
         """Writes this rank's share of the training state into `folder`; returns its manifest entries. Collective."""
