@@ -17,6 +17,7 @@ from rl.batching import collate
 from rl.faults import RoleDied
 from rl.metrics import batch_metrics
 from rl.prompts import PromptStream
+from rl.sampling import Draw
 from rl.types import Group, Prompt, Sampling, Status, Trajectory
 from rollout import pool as pool_module
 from rollout.engines import EngineGroup
@@ -178,7 +179,7 @@ def test_prompts_near_the_context_are_clipped_or_left_out_one_by_one(make_pool: 
     assert all(row.truncated for group in groups[:3] for row in group.trajectories)
     for row in rows(groups[3:]):
         assert row.status is Status.engine_failed and "refused" in row.error
-    metrics = batch_metrics(collate(groups), groups, 0)
+    metrics = batch_metrics(collate(groups), Draw(kept=groups, dropped=[]), 0)
     assert metrics["rollout/num_failed"] == metrics["rollout/num_engine_failed"] == 4
     assert metrics["rollout/truncated"] == 1.0
     pool.set_version(1)
@@ -254,7 +255,7 @@ def test_killed_engine_fails_its_own_samples_only(engines: EngineGroup, make_poo
         assert all("rollout engine 1" in row.error for row in group.trajectories if not row.valid)
     batch = collate(groups)
     assert batch.num_rows == 8
-    assert batch_metrics(batch, groups, 0)["rollout/num_engine_failed"] == 8
+    assert batch_metrics(batch, Draw(kept=groups, dropped=[]), 0)["rollout/num_engine_failed"] == 8
     pool.set_version(1)  # the other engine takes over
     assert all(len(group.valid) == 4 for group in pool.next_groups(4))
 
