@@ -84,12 +84,12 @@ class PlainPolicy:
             note("policy/clip_high", (ratio > 1 + algo.clip_high) & (advantage > 0))
             if batch.train_logprobs is None:
                 note("mismatch/mean", (new - batch.rollout_logprobs[row][mask]).abs())
-        norm = torch.sqrt(sum(p.grad.double().square().sum() for p in self.parameters))  # type: ignore[union-attr, arg-type]
+        norm = torch.sqrt(sum(p.grad.double().square().sum() for p in self.parameters))
         found["policy/grad_norm"] = float(norm)
         clip = self.cfg.trainer.grad_clip
         if clip and float(norm) > clip:
             for parameter in self.parameters:
-                parameter.grad *= clip / float(norm)  # type: ignore[operator]
+                parameter.grad *= clip / float(norm)
         self.optimizer.step()
         return found
 

@@ -44,12 +44,14 @@ def make_cfg(
     **top: Any,
 ) -> Config:
     """A small configuration that trains by SGD without clipping; `top` and the sections override it."""
-    sgd = {"optimizer": Optimizer.sgd, "lr": 0.5, "grad_clip": 0.0}
+    sgd: dict[str, Any] = {"optimizer": Optimizer.sgd, "lr": 0.5, "grad_clip": 0.0}
+    sizes: dict[str, Any] = {"num_steps": 4, "prompts_per_step": 4, "samples_per_prompt": 4}
+    small: dict[str, Any] = {"max_tokens": 6, "max_model_len": 32}
     return Config(
-        **{"num_steps": 4, "prompts_per_step": 4, "samples_per_prompt": 4} | top,
+        **sizes | top,
         algo=AlgoConfig(**(algo or {})),
         trainer=TrainerConfig(**sgd | (trainer or {})),
-        rollout=RolloutConfig(**{"max_tokens": 6, "max_model_len": 32} | (rollout or {})),
+        rollout=RolloutConfig(**small | (rollout or {})),
         reward=RewardConfig(**(reward or {})),
     )
 
@@ -190,7 +192,7 @@ class SgdPolicy:
                 with torch.no_grad():
                     for parameter in self.lm.parameters():
                         assert parameter.grad is not None
-                        parameter -= lr * parameter.grad
+                        parameter.sub_(parameter.grad, alpha=lr)
                 self.steps.append({"lr": lr, "rows": rows, "old": old, "new": logprobs.detach(), "grad_norm": norm})
                 sums.append(on_cpu(counts))
                 tokens += part.num_action_tokens
@@ -378,7 +380,7 @@ class LocalEngine:
         return self.module(*args)
 
     def backward(self, loss_sum: torch.Tensor, divisor: int) -> None:
-        (loss_sum / divisor).backward()  # type: ignore[no-untyped-call]
+        (loss_sum / divisor).backward()
 
     def step(self, lr: float) -> StepResult:
         gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
@@ -386,7 +388,7 @@ class LocalEngine:
         with torch.no_grad():
             for parameter in self.module.parameters():
                 if parameter.grad is not None:
-                    parameter -= lr * parameter.grad
+                    parameter.sub_(parameter.grad, alpha=lr)
                     parameter.grad = None
         return StepResult(grad_norm=norm, skipped=False)
 
@@ -397,7 +399,8 @@ class LocalGroup:
     world = 1
 
     def __init__(self, cfg: Config, module: torch.nn.Module, role: str = "policy", trained: bool = True):
-        self.rank: Any = KINDS[role](cfg, role, 0, 1, "cpu")
+        rank: Any = KINDS[role](cfg, role, 0, 1, "cpu")
+        self.rank = rank
         self.rank.engine = self.rank.score = LocalEngine(module) if trained else module
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
 

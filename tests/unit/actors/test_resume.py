@@ -152,7 +152,11 @@ def test_path_other_meaning_is_refused_with_every_difference() -> None:
 @pytest.mark.parametrize("shapes", [{"w": (2, 3)}, {"v": (2, 2)}])
 def test_other_architecture_is_refused(by: str, shapes: dict[str, tuple[int, ...]]) -> None:
     run_dir, folder = unfinished()
-    places = {"path": {"resume": str(folder)}, "run_dir": {"run_dir": str(run_dir)}, "auto": {}}
+    places: dict[str, dict[str, Any]] = {
+        "path": {"resume": str(folder)},
+        "run_dir": {"run_dir": str(run_dir)},
+        "auto": {},
+    }
     with pytest.raises(ConfigError, match=r"of another architecture than model.path"):
         start(make_cfg(**places[by]), shapes)
 

@@ -1,6 +1,7 @@
 """The YAML files against the schema, and the rules between fields."""
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -82,7 +83,8 @@ def test_compose_each_experiment_sets_what_its_file_says(experiment: str) -> Non
     for key, value in contents(CONF / "experiment" / f"{experiment}.yaml").items():
         assert cfg[key] == value
     assert cfg["name"] == experiment
-    assert cfg["evaluation.every"] and cfg["num_steps"] % cfg["evaluation.every"] == 0
+    every, steps = cfg["evaluation.every"], cfg["num_steps"]
+    assert isinstance(every, int) and isinstance(steps, int) and every and steps % every == 0
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}/{file.stem}")
@@ -219,7 +221,7 @@ def test_num_optimizer_steps_ten_steps_two_epochs_two_mini_batches_is_40() -> No
         (lambda: DataConfig(_target_="a.b", path="c"), ["data._target_=a.b", "data.path=c"]),
     ],
 )
-def test_schema_impossible_values_refused_with_fields_and_values(make, pieces: list[str]) -> None:  # type: ignore[no-untyped-def]
+def test_schema_impossible_values_refused_with_fields_and_values(make: Callable[[], object], pieces: list[str]) -> None:
     with pytest.raises(ConfigError) as error:
         make()
     for piece in pieces:

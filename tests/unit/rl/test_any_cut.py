@@ -85,7 +85,11 @@ def accumulate(lm: torch.nn.Module, algo: Any, batch: Batch, layout: Layout, ran
             total += float(loss.detach()) / batch.num_action_tokens
             parts.append(sums)
     gradients = {n: p.grad.clone() for n, p in lm.named_parameters() if p.grad is not None}
-    sums = {name: sum(part[name].double() for part in parts) for name in parts[0] if not name.endswith("_max")}
+    sums = {
+        name: torch.stack([part[name].double() for part in parts]).sum(0)
+        for name in parts[0]
+        if not name.endswith("_max")
+    }
     return total, gradients, sums
 
 

@@ -21,8 +21,8 @@ VALUES, REWARDS = [0.5, 0.6, 0.7], [0.0, 0.0, 1.0]
 def gae(
     values: list[float], given_rewards: list[float], mask: list[bool], bootstrap: float = 0.0
 ) -> tuple[list[float], list[float]]:
-    arrays = [torch.tensor([row], dtype=torch.float64) for row in (given_rewards, values)]
-    found = generalized_advantages(*arrays, torch.tensor([mask]), 1.0, 0.95, torch.tensor([bootstrap]))
+    on, now = (torch.tensor([row], dtype=torch.float64) for row in (given_rewards, values))
+    found = generalized_advantages(on, now, torch.tensor([mask]), 1.0, 0.95, torch.tensor([bootstrap]))
     return found[0][0].tolist(), found[1][0].tolist()
 
 

@@ -307,7 +307,7 @@ def test_run_failed_episodes_are_counted_and_carry_no_loss() -> None:
     roles = pool_roles(cfg, TinyLm(), FunctionScorer(fails_three_times))
     update = roles.policy.update
     batches: list[Batch] = []
-    roles.policy.update = lambda batch, step, version: batches.append(batch) or update(batch, step, version)  # type: ignore[method-assign, func-returns-value]
+    roles.policy.update = lambda batch, step, version: batches.append(batch) or update(batch, step, version)  # type: ignore[assignment, method-assign, func-returns-value]
 
     def after_step(state: RunState, groups: list[Group], metrics: Metrics) -> None:
         seen.extend(groups)
@@ -434,7 +434,7 @@ def test_update_two_mini_batches_step_by_the_mean_over_their_own_tokens(layout: 
         (-(ratio * part.advantages[part.action_mask]).sum() / len(ratio)).backward()
         with torch.no_grad():
             for parameter in by_hand.parameters():
-                parameter -= 1e-3 * parameter.grad  # type: ignore[operator]
+                parameter.sub_(parameter.grad, alpha=1e-3)  # type: ignore[arg-type]
     start = tiny_qwen3().state_dict()
     for name, value in by_hand.state_dict().items():
         moved, wanted = lm.state_dict()[name] - start[name], value - start[name]

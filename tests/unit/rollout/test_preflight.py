@@ -59,11 +59,16 @@ class Scene:
         path = self.model / name
         path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
+    def remove(self, pattern: str) -> None:
+        """Deletes files of the model folder."""
+        for path in self.model.glob(pattern):
+            path.unlink()
+
     def cfg(self, **changes: Any) -> Config:
         """The configuration; `data`, `reward`, `rollout` are merged into the valid ones."""
         data: dict[str, Any] = {"path": str(self.data), "eval_size": 2, "template": Template.plain}
-        return Config(
-            **{
+        sections: dict[str, Any] = (
+            {
                 "prompts_per_step": 4,
                 "samples_per_prompt": 2,
                 "model": ModelConfig(path=str(self.model)),
@@ -76,6 +81,7 @@ class Scene:
                 "rollout": RolloutConfig(**{"max_tokens": 8, "max_model_len": 16} | changes.get("rollout", {})),
             }
         )
+        return Config(**sections)
 
     def checkpoint(self, shapes: dict[str, tuple[int, ...]], **config: Any) -> Path:
         """A checkpoint of this launch, with parameters of these shapes."""
@@ -121,12 +127,12 @@ def test_valid_launch_is_prepared(scene: Scene) -> None:
 
 # The model folder
 
-MODEL_FAULTS: dict[str, tuple[Callable[[Scene], Any], list[str]]] = {
+MODEL_FAULTS: dict[str, tuple[Callable[[Scene], object], list[str]]] = {
     "no folder": (lambda s: shutil.rmtree(s.model), ["no such folder"]),
     "no config.json": (lambda s: (s.model / "config.json").unlink(), ["no config.json", "Hugging Face model folder"]),
     "config.json cut": (lambda s: (s.model / "config.json").write_text('{"model_type": '), ["config.json", "JSON"]),
     "no tokenizer": (
-        lambda s: [path.unlink() for path in s.model.glob("tokenizer*")],
+        lambda s: s.remove("tokenizer*"),
         ["no tokenizer in it", "tokenizer.json"],
     ),
     "tokenizer cut": (lambda s: (s.model / "tokenizer.json").write_text("{"), ["its tokenizer cannot be loaded"]),

@@ -1,5 +1,6 @@
 """A push is all or nothing: the right order, no slot overwritten unread, and any failure leaves engines paused."""
 
+import concurrent.futures
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -8,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-import weightsync.sync as sync_module
 from rl.faults import SyncError
 from tests.unit.stand_ins import TinyEngine, TinyLm, TinySource, broken, done
 from weightsync.sync import WeightSync
@@ -32,7 +32,7 @@ class Waited(Future[Any]):
 @pytest.fixture(autouse=True)
 def late_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """Waiting is what makes pretended calls do their work."""
-    really = sync_module.wait
+    really = concurrent.futures.wait
 
     def wait(futures: Sequence[Future[Any]], **how: Any) -> Any:
         for future in futures:
@@ -40,7 +40,7 @@ def late_work(monkeypatch: pytest.MonkeyPatch) -> None:
                 future.work()
         return really(futures, **how)
 
-    monkeypatch.setattr(sync_module, "wait", wait)
+    monkeypatch.setattr("weightsync.sync.wait", wait)
 
 
 class Source:
@@ -243,7 +243,7 @@ def test_push_real_ring_brings_every_weight_bit_for_bit() -> None:
     assert len(source.manifest.buckets) > 1
     for version in (0, 1):
         with torch.no_grad():
-            source.lm.head += 0.5
+            source.lm.head.add_(0.5)
         sync.push(version)
         for engine in engines:
             assert all(torch.equal(v, source.lm.state_dict()[n]) for n, v in engine.lm.state_dict().items())
@@ -273,7 +273,7 @@ def test_push_engine_that_keeps_one_old_tensor_is_found_by_the_probe(monkeypatch
     load = engines[1].load
     monkeypatch.setattr(engines[1], "load", lambda bucket, crc: done() if bucket == 1 else load(bucket, crc))
     with torch.no_grad():
-        source.lm.head += torch.randn(source.lm.head.shape, generator=torch.Generator().manual_seed(0))
+        source.lm.head.add_(torch.randn(source.lm.head.shape, generator=torch.Generator().manual_seed(0)))
     with pytest.raises(SyncError, match="engine 1 does not hold the trainer's weights of version 1"):
         sync.push(1)
     assert all(engine.paused for engine in engines)
