@@ -21,9 +21,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from actors.engine import MOMENTS, Engine
+from actors.lora import lora_of, merge_all
+from actors.weights import State, full_state, load_full_state, set_optimizer_step, trained_shapes
 from conf.errors import ConfigError
 from rl.faults import CheckpointError
 from rl.run_folder import write_json
@@ -61,7 +63,7 @@ def write_shards(folder: Path, role: str, engine: Engine, rank: int, world: int)
             entries.append({"role": role, "file": path.name, "nbytes": size, "crc": crc, "tensors": shapes})
             pending.clear()
 
-    for index, (name, state) in enumerate(engine.full_state()):
+    for index, (name, state) in enumerate(full_state(engine)):
         if index % world == rank:
             for kind, tensor in state.items():
                 pending[f"{name}{SEPARATOR}{kind}"] = tensor.detach().float().cpu().clone().contiguous()
@@ -80,14 +82,15 @@ def read_shards(folder: Path, role: str, engine: Engine) -> None:
     place = {name: entry["file"] for entry in files_of(manifest, role) for name in entry["tensors"]}
     kinds = ("master", *MOMENTS[engine.spec.kind])
     saved = {name.split(SEPARATOR)[0]: None for name in place}
-    shapes = engine.shapes()
+    shapes = trained_shapes(engine)
     unknown, missing = [n for n in saved if n not in shapes], [n for n in shapes if n not in saved]
     if unknown or missing:
         raise CheckpointError(
             f"{folder} is of another architecture: it lacks {missing[:3] or 'nothing'}, "
             f"this model lacks {unknown[:3] or 'nothing'}"
         )
-    for name, shape in shapes.items():
+
+    def read(name: str) -> State:
         state = {}
         for kind in kinds:
             key = f"{name}{SEPARATOR}{kind}"
@@ -97,12 +100,14 @@ def read_shards(folder: Path, role: str, engine: Engine) -> None:
                 )
             with safe_open(folder / place[key], framework="pt") as tensors:
                 state[kind] = tensors.get_tensor(key)
-            if tuple(state[kind].shape) != shape:
+            if tuple(state[kind].shape) != shapes[name]:
                 raise CheckpointError(
-                    f"{folder}: {name} has shape {tuple(state[kind].shape)}, this model's has {shape}"
+                    f"{folder}: {name} has shape {tuple(state[kind].shape)}, this model's has {shapes[name]}"
                 )
-        engine.set_full_state(name, state)
-    engine.set_optimizer_step(manifest["roles"][role]["optimizer_step"])
+        return state
+
+    load_full_state(engine, read)
+    set_optimizer_step(engine, manifest["roles"][role]["optimizer_step"])
 
 
 def files_of(manifest: Mapping[str, Any], role: str) -> list[dict[str, Any]]:
@@ -258,7 +263,10 @@ def copy_model_files(source: Path, target: Path) -> None:
 
 
 def export_hf(folder: Path, out: Path) -> Path:
-    """Writes a checkpoint's policy as a Hugging Face folder, in the dtype of its config; needs no DeepSpeed."""
+    """Writes a checkpoint's policy as a Hugging Face folder, in the dtype of its config; needs no DeepSpeed.
+
+    Adapters are merged into the model that they were trained on, whose folder must still be there.
+    """
     manifest = read_manifest(folder)
     dtype = getattr(torch, manifest["config"]["trainer"]["dtype"])
     weights: dict[str, torch.Tensor] = {}
@@ -268,7 +276,21 @@ def export_hf(folder: Path, out: Path) -> Path:
                 name, kind = key.split(SEPARATOR)
                 if kind == "master":
                     weights[name] = tensors.get_tensor(key).to(dtype).contiguous()
+    lora = lora_of(manifest["config"])
+    if lora.rank > 0:
+        base = {name: tensor.to(dtype) for name, tensor in read_folder(Path(manifest["base"])).items()}
+        weights = merge_all(base, weights, lora.scale)
     return write_hf(weights, folder / "model", out)
+
+
+def read_folder(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a Hugging Face folder. Raises CheckpointError when there are none."""
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        found |= load_file(path)
+    if not found:
+        raise CheckpointError(f"{folder}: no weights there; the checkpoint's adapters belong to that model")
+    return found
 
 
 def write_hf(weights: dict[str, torch.Tensor], model_files: Path, out: Path) -> Path:

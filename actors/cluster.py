@@ -19,7 +19,8 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from conf.schema import ClusterConfig, Device
+from conf.choices import Device
+from conf.schema import ClusterConfig
 from rl.faults import ResourceError
 
 RUN_MARK = "TANDEM_RUN_ID"

@@ -4,7 +4,7 @@ import torch
 
 from actors.engine import OptimizerSpec
 from actors.forward import ValueScorer
-from actors.rank import Micro, Rank, Update, load_lm, recompute_activations
+from actors.rank import Micro, Rank, Update
 from rl.losses import value_loss
 from rl.metrics import Sums, merge_sums, on_cpu
 
@@ -15,11 +15,9 @@ class CriticRank(Rank):
     def start(self, model_path: str, address: str, port: int, spec: OptimizerSpec, num_threads: int) -> None:
         """Joins the group and loads the body of the model. Collective: every rank of the group must be starting."""
         self.join(address, port, num_threads, trains=True)
-        lm = load_lm(model_path, self.cfg.model.attention, self.cfg.trainer.dtype, self.device)
-        if self.cfg.trainer.gradient_checkpointing:
-            recompute_activations(lm)
-        body = getattr(lm, str(lm.base_model_prefix))
-        self.wrap(ValueScorer(body, self.cfg.trainer.layout).to(self.device), spec)
+        lm = self.load_lm(model_path)
+        body = getattr(lm, lm.base_model_prefix)
+        self.wrap(ValueScorer(body, self.cfg.trainer.layout, self.sequence).to(self.device), spec, lm)
 
     @torch.no_grad()
     def values(self, micros: list[Micro]) -> list[torch.Tensor]:

@@ -1,18 +1,20 @@
-"""DeepSpeed, and nothing but DeepSpeed: process group, engine, backward, step, and access to full parameters.
+"""DeepSpeed, and nothing but DeepSpeed: process group, engine, backward and step.
 
-The only file that imports deepspeed. Everything collective is called on all ranks in the same order.
+This file and actors/weights.py alone import deepspeed. Everything collective is called on all ranks in the same order.
 """
 
-import contextlib
 import importlib
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 
-from conf.schema import Dtype, Optimizer, TrainerConfig
+from conf.choices import Dtype, Optimizer
+from conf.layout import TrainLayout
+from conf.schema import TrainerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,56 +67,220 @@ def init_distributed(backend: str, timeout_s: float) -> None:
     deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, timeout=timedelta(seconds=timeout_s))
 
 
+def forget_other_groups(layout: TrainLayout) -> None:
+    """DeepSpeed keeps its process groups in globals: an engine of another layout in this process must not find them."""
+    from deepspeed.utils import groups
+
+    if getattr(groups, "tandem_layout", (layout.tp, layout.ep)) != (layout.tp, layout.ep):
+        groups._release_process_group_references()
+    groups.tandem_layout = (layout.tp, layout.ep)
+
+
+def register_ulysses(core: str, group: Any) -> str:
+    """Makes `core` (a transformers attention) sequence-parallel over `group`; returns its name for transformers.
+
+    It expects `position_ids` in every forward, and takes no mask: causal attention over right-padded rows needs none.
+    """
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+    from transformers import AttentionInterface
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    kernels: dict[tuple[int, ...], Any] = {}
+
+    def attend(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
+        rows, heads, _, size = query.shape
+        shape = (rows, heads, key.shape[1], size)
+        if shape not in kernels:  # it is made for one number of rows
+            kernels[shape] = UlyssesSPAttentionHF(
+                attn=ALL_ATTENTION_FUNCTIONS[core],
+                batch_size=rows,
+                attn_head_count=heads,
+                attn_head_size=size,
+                kv_head_count=key.shape[1],
+                num_hidden_layers=1,
+                process_group=group,
+                seq_length_is_variable=True,
+            )
+        return kernels[shape](module, query, key, value, None, **kwargs)
+
+    name = f"ulysses_{core}"
+    AttentionInterface.register(name, attend)
+    return name
+
+
+def matrix_cuts(model_config: Any) -> dict[str, str]:
+    """How each matrix of a decoder layer is cut by tensor parallelism: pattern of its name -> style.
+
+    Styles are those of the model's own plan in transformers: colwise (rows of the weight), rowwise (columns), and
+    replicated_with_grad_allreduce (whole, but each rank sees a part of its gradient). Embedding and head stay whole.
+    """
+    styles = ("colwise", "rowwise", "replicated_with_grad_allreduce")
+    plan = getattr(model_config, "base_model_tp_plan", None) or {}
+    return {
+        rf".*{re.escape(name).replace(re.escape('*'), '[0-9]+')}\.(weight|bias)$": style
+        for name, style in plan.items()
+        if style in styles and name.startswith("layers.")
+    }
+
+
+def partition_config(cuts: dict[str, str]) -> dict[str, Any]:
+    """DeepSpeed's description of `matrix_cuts`."""
+    kinds = {"colwise": "column", "rowwise": "row", "replicated_with_grad_allreduce": "skip"}
+    return {
+        "use_default_specs": False,
+        "layer_specs": [
+            {
+                "patterns": [pattern],
+                "partition_type": kinds[style],
+                "grad_allreduce": style == "replicated_with_grad_allreduce",
+            }
+            for pattern, style in cuts.items()
+        ],
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slice:
+    """A parameter of which each rank of `group` holds an equal part along `dim`."""
+
+    dim: int
+    group: Any
+    size: int
+
+    def whole(self, part: torch.Tensor) -> torch.Tensor:
+        """The whole, of this rank's part. Collective over the group."""
+        part = part.contiguous()
+        parts = [torch.empty_like(part) for _ in range(self.size)]
+        torch.distributed.all_gather(parts, part, group=self.group)
+        return torch.cat(parts, self.dim)
+
+    def part(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the whole."""
+        return whole.chunk(self.size, self.dim)[torch.distributed.get_rank(self.group)].contiguous()
+
+
 class Engine:
-    """A DeepSpeed engine over `module`, with one meaning for every ZeRO stage.
+    """A DeepSpeed engine over `module`, with one meaning for every layout.
 
     `module` parameters must be in the live dtype. Gradients of all `backward` calls since the last `step` add up.
+    `model_config` says how tensor parallelism cuts the matrices; `lora_scale` is that of its adapters, if it has any.
     """
 
-    def __init__(self, module: torch.nn.Module, spec: OptimizerSpec, zero_stage: int, dtype: Dtype):
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        spec: OptimizerSpec,
+        layout: TrainLayout,
+        model_config: Any,
+        lora_scale: float | None = None,
+    ):
         import deepspeed
 
-        self.spec, self.zero_stage = spec, zero_stage
-        parameters = [p for p in module.parameters() if p.requires_grad]
-        if spec.kind is Optimizer.adamw:
+        self.spec, self.layout, self.zero_stage = spec, layout, layout.zero_stage
+        self.model_type, self.lora_scale = str(model_config.model_type), lora_scale
+        self._norm_at_stage_0 = 0.0
+        cuts = matrix_cuts(model_config) if layout.tp > 1 else {}
+        settings: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 1,
+            "managed_gradient_accumulation": False,
+            "gradient_clipping": spec.grad_clip if self.zero_stage > 0 else 0.0,
+            "steps_per_print": 10**9,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "zero_optimization": {
+                "stage": self.zero_stage,
+                "overlap_comm": False,
+                "reduce_bucket_size": BUCKET_ELEMENTS,
+                "allgather_bucket_size": BUCKET_ELEMENTS,
+                "stage3_param_persistence_threshold": 0,
+                "zero_hpz_partition_size": layout.hpz,
+                **({"offload_optimizer": {"device": "cpu"}} if layout.offload_optimizer else {}),
+                **({"offload_param": {"device": "cpu"}} if layout.offload_parameters else {}),
+            },
+        }
+        if layout.dtype is Dtype.bfloat16:
+            settings["bf16"] = {"enabled": True}
+        if layout.ep > 1:
+            settings["expert_parallel"] = {
+                "enabled": True,
+                "autoep_size": layout.ep,
+                "preset_model": self.model_type,
+                "moe_layer_pattern": r".*layers\.\d+\.mlp",
+                "use_grouped_mm": False,
+            }
+        if layout.tp > 1:
+            settings["tensor_parallel"] = {"autotp_size": layout.tp, "partition_config": partition_config(cuts)}
+        whole = {name: tuple(p.shape) for name, p in module.named_parameters()}
+        forget_other_groups(layout)
+        module.config = model_config  # DeepSpeed looks for it there
+        self.engine, *_ = deepspeed.initialize(model=module, optimizer=self._make_optimizer, config=settings)
+        self.module: torch.nn.Module = self.engine.module
+        self.slices: dict[int, Slice] = {}
+        if layout.tp > 1:
+            self.engine.first_dataloader_check.remove()  # it compares arguments that it cannot compare
+            self._note_matrix_slices(whole, cuts)
+        if layout.ep > 1:
+            self._note_expert_slices()
+
+    def _make_optimizer(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        """DeepSpeed calls it with the parameters as its parallelism has left them. The learning rate comes with steps.
+
+        Experts have groups of their own: their gradients are reduced over fewer ranks.
+        """
+        spec = self.spec
+        dense: list[Any] = []
+        experts: dict[str, list[Any]] = {}
+        trained: list[Any] = [p for p in parameters if p.requires_grad]
+        for parameter in trained:
+            if getattr(parameter, "allreduce", True):
+                dense.append(parameter)
+            else:
+                experts.setdefault(parameter.group_name, []).append(parameter)
+        groups: list[dict[str, Any]] = [{"params": dense, "name": "dense"}]
+        groups += [{"params": found, "name": name, "moe": True} for name, found in experts.items()]
+        if spec.kind is Optimizer.sgd:
+            self.base: torch.optim.Optimizer = torch.optim.SGD(groups, lr=0.0, weight_decay=spec.weight_decay)
+        else:
             # fused: one pass without temporaries; DeepSpeed's own would be compiled at first use.
-            self.base: torch.optim.Optimizer = torch.optim.AdamW(
-                parameters,
+            self.base = torch.optim.AdamW(
+                groups,
                 lr=0.0,
                 betas=(spec.beta1, spec.beta2),
                 eps=spec.eps,
                 weight_decay=spec.weight_decay,
                 fused=True,
             )
-        else:
-            self.base = torch.optim.SGD(parameters, lr=0.0, weight_decay=spec.weight_decay)
-        self._norm_at_stage_0 = 0.0
-        if zero_stage == 0:
+        if self.zero_stage == 0:
             self.base.register_step_pre_hook(self._clip_at_stage_0)
-        settings: dict[str, Any] = {
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": 1,
-            "managed_gradient_accumulation": False,
-            "gradient_clipping": spec.grad_clip if zero_stage > 0 else 0.0,
-            "steps_per_print": 10**9,
-            "zero_allow_untested_optimizer": True,
-            "zero_optimization": {
-                "stage": zero_stage,
-                "overlap_comm": False,
-                "reduce_bucket_size": BUCKET_ELEMENTS,
-                "allgather_bucket_size": BUCKET_ELEMENTS,
-                "stage3_param_persistence_threshold": 0,
-            },
-        }
-        if dtype is Dtype.bfloat16:
-            settings["bf16"] = {"enabled": True}
-        self.engine, *_ = deepspeed.initialize(model=module, optimizer=self.base, config=settings)
-        self.module: torch.nn.Module = self.engine.module
+        return self.base
+
+    def _note_matrix_slices(self, whole: dict[str, tuple[int, ...]], cuts: dict[str, str]) -> None:
+        """Which dimension of each parameter is cut. Raises RuntimeError when one is not cut as its plan says."""
+        group = self.engine.mpu.get_tensor_model_parallel_group()
+        for name, parameter in self.module.named_parameters():
+            style = next((style for pattern, style in cuts.items() if re.match(pattern, name)), None)
+            wanted = list(whole[name])
+            if style == "colwise" or (style == "rowwise" and name.endswith(".weight")):
+                dim = 0 if style == "colwise" else 1
+                wanted[dim] //= self.layout.tp
+                self.slices[id(parameter)] = Slice(dim=dim, group=group, size=self.layout.tp)
+            if list(parameter.shape) != wanted:
+                raise RuntimeError(f"{name}: tensor parallelism made it {tuple(parameter.shape)}, not {tuple(wanted)}")
+
+    def _note_expert_slices(self) -> None:
+        """Experts are cut along the first dimension."""
+        from deepspeed.utils import groups
+
+        parameter: Any
+        for parameter in self.module.parameters():
+            if not getattr(parameter, "allreduce", True):
+                group = groups._get_expert_parallel_group(parameter.group_name)
+                self.slices[id(parameter)] = Slice(dim=0, group=group, size=self.layout.ep)
 
     def _clip_at_stage_0(self, *_: Any) -> None:
         """ZeRO-0 reports no norm and applies NaN gradients: take the norm, clip, and drop what is not finite here."""
-        gradients = [p.grad for p in self.engine.module.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
+        norm = self._norm_of_gradients()
         self._norm_at_stage_0 = float(norm)
         if not torch.isfinite(norm):
             for parameter in self.engine.module.parameters():
@@ -122,12 +288,23 @@ class Engine:
         elif self.spec.grad_clip > 0:
             torch.nn.utils.clip_grads_with_norm_(self.engine.module.parameters(), self.spec.grad_clip, norm)
 
+    def _norm_of_gradients(self) -> torch.Tensor:
+        """Global norm at ZeRO-0: slices of matrices and experts add up over the ranks that share them."""
+        norm_of, found = torch.nn.utils.get_total_norm, [(id(p), p.grad) for p in self.module.parameters()]
+        gradients = [(key, gradient) for key, gradient in found if gradient is not None]
+        whole = norm_of([gradient for key, gradient in gradients if key not in self.slices])
+        if not self.slices:
+            return whole
+        cut = norm_of([gradient for key, gradient in gradients if key in self.slices]).square()
+        torch.distributed.all_reduce(cut, group=next(iter(self.slices.values())).group)
+        return (cut + whole.square()).sqrt()
+
     def __call__(self, *args: Any) -> Any:
         return self.engine(*args)
 
     def backward(self, loss_sum: torch.Tensor, divisor: int) -> None:
         """Adds the gradient of loss_sum / divisor, summed over ranks; `divisor` is a global count."""
-        self.engine.backward(loss_sum / divisor * self.engine.dp_world_size, scale_wrt_gas=False)
+        self.engine.backward(loss_sum / divisor * self.layout.loss_scale, scale_wrt_gas=False)
 
     def step(self, lr: float) -> StepResult:
         """One optimizer step with the gradients so far; clips by global norm; skips when the gradient is not finite."""
@@ -143,112 +320,3 @@ class Engine:
             norm = float(self.engine.get_global_grad_norm() or 0.0)
         finite = norm == norm and norm not in (float("inf"), -1.0)
         return StepResult(grad_norm=norm if finite else float("inf"), skipped=not finite)
-
-    def names(self) -> list[str]:
-        """Parameter names as in the Hugging Face folder, in module order; tied tensors once."""
-        return [name.removeprefix("lm.") for name, _ in self.module.named_parameters()]
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Full shape of each parameter."""
-        return {
-            name.removeprefix("lm."): tuple(getattr(p, "ds_shape", p.shape))
-            for name, p in self.module.named_parameters()
-        }
-
-    @contextlib.contextmanager
-    def gathered(self, names: list[str]) -> Iterator[dict[str, torch.Tensor]]:
-        """Full live tensors of the named parameters while the context lasts. Collective under ZeRO-3; read only."""
-        import deepspeed
-
-        chosen = {name: p for name, p in zip(self.names(), self.module.parameters(), strict=True) if name in set(names)}
-        context = (
-            deepspeed.zero.GatheredParameters(list(chosen.values()))
-            if self.zero_stage == 3
-            else contextlib.nullcontext()
-        )
-        with context:
-            yield {name: chosen[name].data for name in names}
-
-    def full_state(self) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-        """For each parameter: fp32 `master` and the optimizer's moments, whole. Collective; the caller copies."""
-        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-
-        self._materialize_moments()
-        for name, parameter in zip(self.names(), self.module.parameters(), strict=True):
-            if self.zero_stage == 0:
-                moments = self.base.state[parameter]
-                yield name, {"master": parameter.data, **{key: moments[key] for key in MOMENTS[self.spec.kind]}}
-            else:
-                state = {"master": safe_get_full_fp32_param(parameter)}
-                for key in MOMENTS[self.spec.kind]:
-                    state[key] = safe_get_full_optimizer_state(parameter, key)
-                yield name, state
-
-    def set_full_state(self, name: str, state: dict[str, torch.Tensor]) -> None:
-        """The inverse of `full_state` for one parameter: master and live weights, and moments where given."""
-        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
-
-        parameter = dict(zip(self.names(), self.module.parameters(), strict=True))[name]
-        self._materialize_moments()
-        with torch.no_grad():
-            if self.zero_stage == 0:
-                parameter.data.copy_(state["master"].view_as(parameter))
-                for key in set(state) - {"master"}:
-                    self.base.state[parameter][key].copy_(state[key].view_as(parameter))
-            elif self.zero_stage == 3:
-                self._set_partition(parameter, state)
-            else:
-                parameter.data.copy_(state["master"].view_as(parameter))
-                safe_set_full_fp32_param(parameter, state["master"].float())
-                for key in set(state) - {"master"}:
-                    safe_set_full_optimizer_state(parameter, state[key].float(), key)
-
-    def _set_partition(self, parameter: Any, state: dict[str, torch.Tensor]) -> None:
-        """ZeRO-3: DeepSpeed's own setter cannot cut a tensor whose size the ranks do not divide; pad and cut here."""
-        from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
-
-        part = parameter.ds_tensor.numel()
-        rank, world = self.engine.global_rank, self.engine.dp_world_size
-
-        def local(value: torch.Tensor) -> torch.Tensor:
-            flat = value.flatten().float()
-            return torch.nn.functional.pad(flat, (0, part * world - flat.numel()))[rank * part : (rank + 1) * part]
-
-        safe_set_local_fp32_param(parameter, local(state["master"]))
-        parameter.ds_tensor.data.copy_(local(state["master"]))
-        for key in set(state) - {"master"}:
-            safe_set_local_optimizer_state(parameter, local(state[key]), key)
-
-    @property
-    def optimizer_step(self) -> int:
-        """Steps that the optimizer's moments have seen (its bias correction); 0 for SGD."""
-        return max((int(s["step"]) for s in self.base.state.values() if "step" in s), default=0)
-
-    def set_optimizer_step(self, step: int) -> None:
-        """Sets the moments' step count, after `set_full_state`."""
-        self._materialize_moments()
-        for state in self.base.state.values():
-            if "step" in state:
-                state["step"].fill_(step)
-
-    def _materialize_moments(self) -> None:
-        """torch makes optimizer state in the first step; a resumed run needs it before that."""
-        if self.base.state or not MOMENTS[self.spec.kind]:
-            return
-        from deepspeed.utils import lazy_init_hp_params_optimizer_state
-
-        zero = self.engine.optimizer
-        flat = {
-            0: lambda: list(self.module.parameters()),
-            1: lambda: zero.single_partition_of_fp32_groups,
-            2: lambda: zero.single_partition_of_fp32_groups,
-            3: lambda: zero.fp32_partitioned_groups_flat,
-        }[self.zero_stage]()
-        for tensor in flat:
-            self.base.state[tensor] = {
-                "step": torch.zeros((), dtype=torch.float32, device=tensor.device),
-                **{key: torch.zeros_like(tensor) for key in MOMENTS[self.spec.kind]},
-            }
-        if self.zero_stage in (1, 2):
-            for group, tensor in zip(zero.bit16_groups, flat, strict=True):
-                lazy_init_hp_params_optimizer_state(group, tensor, self.base.state)

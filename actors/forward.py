@@ -1,13 +1,15 @@
 """Scoring: token log-probabilities of a causal language model, never holding the fp32 logits of a whole row."""
 
+import contextlib
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import DynamicCache
 
+from actors.sequence import SequenceGroup, sum_across
+from conf.choices import Layout
 from conf.errors import ConfigError
-from conf.schema import Layout
 from rl.types import Batch
 
 # Attributes of model configs by which a head changes its logits; the scorer reads hidden states, so it would miss them.
@@ -22,24 +24,24 @@ class Scorer(torch.nn.Module):
     One module with plain tensors as results, so that DeepSpeed sees one forward for each micro-batch.
     """
 
-    def __init__(self, lm: Any, temperature: float, layout: Layout):
+    def __init__(self, lm: Any, temperature: float, layout: Layout, sequence: SequenceGroup | None = None):
         super().__init__()
         self.lm = lm
         self.temperature = temperature
         self.layout = layout
+        self.sequence = sequence
 
     def forward(
         self, batch: Batch, num_chunks: int, temperature: float | None = None, layout: Layout | None = None
     ) -> tuple[torch.Tensor, ...]:
         base = getattr(self.lm, self.lm.base_model_prefix)
-        hidden = hidden_states(base, self.lm.config, batch, layout or self.layout)
-        mask = batch.action_mask
+        hidden, own = hidden_states(base, self.lm.config, batch, layout or self.layout, self.sequence)
         teacher = None
         if batch.teacher_ids is not None and batch.teacher_topk is not None:
-            teacher = (batch.teacher_ids[mask], batch.teacher_topk[mask])
+            teacher = (batch.teacher_ids[own], batch.teacher_topk[own])
         head, scale = self.lm.get_output_embeddings(), temperature or self.temperature
-        found = chunked_scores(hidden, batch.tokens[mask], head, scale, num_chunks, teacher)
-        return tuple(scatter(values, mask) for values in found)
+        found = chunked_scores(hidden, batch.tokens[own], head, scale, num_chunks, teacher)
+        return tuple(sum_across(scatter(values, own), self.sequence) for values in found)
 
 
 class TopScorer(torch.nn.Module):
@@ -48,24 +50,23 @@ class TopScorer(torch.nn.Module):
     Of the first `vocabulary` tokens: models of one family pad their embeddings to different sizes.
     """
 
-    def __init__(self, lm: Any, temperature: float, layout: Layout, top_k: int, vocabulary: int):
+    def __init__(self, scorer: Scorer, top_k: int, vocabulary: int):
         super().__init__()
-        self.lm, self.temperature, self.layout = lm, temperature, layout
-        self.top_k, self.vocabulary = top_k, vocabulary
+        self.scorer, self.top_k, self.vocabulary = scorer, top_k, vocabulary
 
     def forward(self, batch: Batch, num_chunks: int) -> tuple[torch.Tensor, torch.Tensor]:
-        base = getattr(self.lm, self.lm.base_model_prefix)
-        hidden, head = hidden_states(base, self.lm.config, batch, self.layout), self.lm.get_output_embeddings()
+        lm, sequence = self.scorer.lm, self.scorer.sequence
+        base, head = getattr(lm, lm.base_model_prefix), lm.get_output_embeddings()
+        hidden, own = hidden_states(base, lm.config, batch, self.scorer.layout, sequence)
         parts = [
-            (head(part).float()[:, : self.vocabulary] / self.temperature).log_softmax(-1).topk(self.top_k)
+            (head(part).float()[:, : self.vocabulary] / self.scorer.temperature).log_softmax(-1).topk(self.top_k)
             for part in hidden.split(max(1, -(-len(hidden) // num_chunks)))
         ]
         shape = (*batch.tokens.shape, self.top_k)
         ids, logprobs = torch.zeros(shape, dtype=torch.long), torch.zeros(shape)
-        mask = batch.action_mask.cpu()
-        ids[mask] = torch.cat([p.indices for p in parts]).cpu()
-        logprobs[mask] = torch.cat([p.values for p in parts]).cpu()
-        return ids, logprobs
+        ids[own.cpu()] = torch.cat([p.indices for p in parts]).cpu()
+        logprobs[own.cpu()] = torch.cat([p.values for p in parts]).cpu()
+        return sum_across(ids, sequence), sum_across(logprobs, sequence)
 
 
 class ValueScorer(torch.nn.Module):
@@ -74,17 +75,17 @@ class ValueScorer(torch.nn.Module):
     The head starts at zero: the first values are 0, whatever the body.
     """
 
-    def __init__(self, body: Any, layout: Layout):
+    def __init__(self, body: Any, layout: Layout, sequence: SequenceGroup | None = None):
         super().__init__()
         self.body = body
         self.value_head = torch.nn.Linear(body.config.hidden_size, 1, dtype=next(body.parameters()).dtype)
         torch.nn.init.zeros_(self.value_head.weight)
         torch.nn.init.zeros_(self.value_head.bias)
-        self.layout = layout
+        self.layout, self.sequence = layout, sequence
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        hidden = hidden_states(self.body, self.body.config, batch, self.layout)
-        return scatter(self.value_head(hidden)[:, 0].float(), batch.action_mask)
+        hidden, own = hidden_states(self.body, self.body.config, batch, self.layout, self.sequence)
+        return sum_across(scatter(self.value_head(hidden)[:, 0].float(), own), self.sequence)
 
 
 def scatter(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -92,9 +93,32 @@ def scatter(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).masked_scatter(mask, values)
 
 
-def hidden_states(base: torch.nn.Module, config: Any, batch: Batch, layout: Layout) -> torch.Tensor:
-    """Hidden states [N, H] that predict the action tokens, in row-major order."""
-    return padded_hidden(base, batch) if layout is Layout.padded else shared_prefix_hidden(base, config, batch)
+def hidden_states(
+    base: torch.nn.Module, config: Any, batch: Batch, layout: Layout, sequence: SequenceGroup | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hidden states [N, H] that predict action tokens, in row-major order, and a mask [B, T] of those tokens.
+
+    All action tokens, but for sequence parallelism: then those that this rank's share of each row predicts.
+    """
+    if sequence is not None:
+        return own_hidden(base, batch, sequence)
+    if layout is Layout.packed:
+        return packed_hidden(base, batch), batch.action_mask
+    if layout is Layout.padded:
+        return padded_hidden(base, batch), batch.action_mask
+    return shared_prefix_hidden(base, config, batch), batch.action_mask
+
+
+def run(base: Any, real: torch.Tensor, **inputs: Any) -> torch.Tensor:
+    """The body's last hidden states. `real` [B, T]: tokens that are no padding, for a model that counts its routes."""
+    with base.routing.reading(real) if hasattr(base, "routing") else contextlib.nullcontext():
+        hidden: torch.Tensor = base(**inputs).last_hidden_state
+    return hidden
+
+
+def real_tokens(batch: Batch) -> torch.Tensor:
+    """[B, T]: the tokens of rows that are trained on; a dummy has none."""
+    return batch.attention_mask & batch.action_mask.any(-1, keepdim=True)
 
 
 def padded_hidden(base: torch.nn.Module, batch: Batch) -> torch.Tensor:
@@ -102,11 +126,42 @@ def padded_hidden(base: torch.nn.Module, batch: Batch) -> torch.Tensor:
 
     Rows are right-padded, so causal attention alone keeps pads out of every real token; no mask is needed.
     """
-    hidden = base(input_ids=batch.tokens, use_cache=False).last_hidden_state
+    hidden = run(base, real_tokens(batch), input_ids=batch.tokens, use_cache=False)
     predicted = batch.action_mask.clone()
     predicted[:, 0] = False
     picked: torch.Tensor = hidden[:, :-1][predicted[:, 1:]]
     return picked
+
+
+def packed_hidden(base: torch.nn.Module, batch: Batch) -> torch.Tensor:
+    """As `padded_hidden`, with the rows one behind another as one row without padding.
+
+    Positions start again at 0 for each row, by which the attention knows the boundaries.
+    """
+    places = batch.attention_mask.cumsum(-1) - 1
+    tokens, positions = (x[batch.attention_mask][None] for x in (batch.tokens, places))
+    real = real_tokens(batch)[batch.attention_mask]
+    hidden = run(base, real, input_ids=tokens, position_ids=positions, use_cache=False)[0]
+    predicts = batch.action_mask.roll(-1, dims=1)
+    picked: torch.Tensor = hidden[predicts[batch.attention_mask]]
+    return picked
+
+
+def own_hidden(base: torch.nn.Module, batch: Batch, sequence: SequenceGroup) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `hidden_states`, of this rank's share: columns [first, first + width) of every row."""
+    length = batch.tokens.shape[1]
+    width = -(-length // sequence.size)
+    first = width * sequence.rank
+    tokens, real = (
+        torch.nn.functional.pad(x, (0, width * sequence.size - length))[:, first : first + width]
+        for x in (batch.tokens, real_tokens(batch))
+    )
+    positions = torch.arange(first, first + width, device=tokens.device)[None]
+    hidden = run(base, real, input_ids=tokens, position_ids=positions, use_cache=False)
+    columns = torch.arange(length, device=tokens.device)
+    own = batch.action_mask & (columns > first) & (columns <= first + width)
+    predicts = torch.nn.functional.pad(own, (0, 1 + width * sequence.size - length))[:, 1 + first : 1 + first + width]
+    return hidden[predicts], own
 
 
 def shared_prefix_hidden(base: torch.nn.Module, config: Any, batch: Batch) -> torch.Tensor:
@@ -120,7 +175,9 @@ def shared_prefix_hidden(base: torch.nn.Module, config: Any, batch: Batch) -> to
     first = torch.stack([(owner == g).nonzero()[0, 0] for g in range(int(owner.max()) + 1)])
     prompts, prompt_lens = tokens[first, : int(prompt_len.max())], prompt_len[first]
     cache = DynamicCache(config=config)
-    prompt_hidden = base(input_ids=prompts, past_key_values=cache, use_cache=True).last_hidden_state
+    trained = batch.action_mask.any(-1, keepdim=True)
+    in_prompt = torch.arange(prompts.shape[1], device=tokens.device) < prompt_lens[:, None]
+    prompt_hidden = run(base, in_prompt & trained[first], input_ids=prompts, past_key_values=cache, use_cache=True)
     shared = DynamicCache(config=config)
     for index, layer in enumerate(cache.layers):
         shared.update(layer.keys[owner], layer.values[owner], index)
@@ -137,13 +194,15 @@ def shared_prefix_hidden(base: torch.nn.Module, config: Any, batch: Batch) -> to
     if int(prompt_lens.min()) != prompts.shape[1]:
         prompt_part = torch.arange(prompts.shape[1], device=tokens.device)[None, :] < prompt_len[:, None]
         mask = torch.cat([prompt_part, torch.ones_like(response[:, :-1], dtype=torch.bool)], 1)
-    response_hidden = base(
+    response_hidden = run(
+        base,
+        (in_row & trained)[:, :-1],
         input_ids=response[:, :-1],
         past_key_values=shared,
         use_cache=True,
         attention_mask=mask,
         position_ids=prompt_len[:, None] + offsets[:-1],
-    ).last_hidden_state
+    )
     before = prompt_hidden[torch.arange(len(first), device=tokens.device), prompt_lens - 1]
     hidden = torch.cat([before[owner][:, None], response_hidden], 1)
     picked: torch.Tensor = hidden[predicted]

@@ -1,8 +1,12 @@
 """Groups of training ranks as Ray actors: starting them, calling them, and dealing a batch out to them."""
 
+import dataclasses
+import json
+import math
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -12,6 +16,7 @@ from actors.cluster import Cluster
 from actors.engine import OptimizerSpec
 from actors.host import Host
 from actors.rank import Micro
+from conf.layout import TrainLayout
 from conf.schema import Config
 from rl.batching import MicroBatch, plan_micro_batches
 from rl.faults import RoleDied, RoleTimeout
@@ -46,7 +51,7 @@ def wait_all(refs: Sequence[Any], names: Sequence[str], phase: str, timeout_s: f
 class RankGroup:
     """`world` training ranks of one role: processes of their own, or those of the group `beside`.
 
-    Calls go to all ranks; every wait has a deadline.
+    Calls go to all ranks; every wait has a deadline. Rows are dealt out to `replicas`, each of one rank or several.
     """
 
     def __init__(
@@ -59,11 +64,18 @@ class RankGroup:
         beside: "RankGroup | None" = None,
     ):
         self.cfg, self.cluster, self.role, self.world = cfg, cluster, role, cfg.cluster.train_ranks
+        self.layout = layout_of(cfg, role, trained=spec is not None)
         self.threads = cfg.trainer.num_threads or max(1, cluster.cores // self.world)
         self.owned = beside is None
         self.actors: list[Any] = beside.actors if beside is not None else self._make_actors()
         self.names = [f"{role} rank {rank}" for rank in range(self.world)]
         self._args = (model_path, spec)
+        self.quadratic_tokens = quadratic_tokens(model_path)
+
+    @property
+    def replicas(self) -> int:
+        """Groups of ranks with rows of their own."""
+        return self.layout.replicas
 
     def _make_actors(self) -> list[Any]:
         cfg, device = self.cfg, self.cluster.device
@@ -107,10 +119,13 @@ class RankGroup:
         """Calls `method` on every rank with the same arguments; returns the ranks' results."""
         return self._wait(method, self.refs(method, *args))
 
-    def call_each(self, method: str, per_rank: Sequence[Any], *args: Any) -> list[Any]:
-        """As `call`, with a first argument of its own for each rank."""
-        pairs = zip(self.actors, per_rank, strict=True)
-        return self._wait(method, [actor.call.remote(self.role, method, own, *args) for actor, own in pairs])
+    def call_each(self, method: str, per_replica: Sequence[Any], *args: Any) -> list[Any]:
+        """As `call`, with a first argument of its own for each replica; returns the result of each one's first rank."""
+        own = [ray.put(argument) for argument in per_replica]
+        mine = [self.layout.replica_of(rank) for rank in range(self.world)]
+        refs = [a.call.remote(self.role, method, own[r], *args) for a, r in zip(self.actors, mine, strict=True)]
+        found = self._wait(method, refs)
+        return [found[mine.index(replica)] for replica in range(self.replicas)]
 
     def _wait(self, method: str, refs: list[Any]) -> list[Any]:
         return wait_all(refs, self.names, f"{self.role}.{method}", self.cfg.trainer.timeout_s)
@@ -132,16 +147,35 @@ def in_thread(work: Any) -> Future[Any]:
     return future
 
 
+def quadratic_tokens(model_path: str) -> float:
+    """Tokens before a token at which its attention costs as much as its matrix products: 6 x hidden size."""
+    config = json.loads((Path(model_path) / "config.json").read_text())
+    return 6.0 * config.get("hidden_size", math.inf)
+
+
+def layout_of(cfg: Config, role: str, trained: bool) -> TrainLayout:
+    """How a role's weights and rows are spread: the trainer's layout, or whole copies of a frozen model."""
+    if trained:
+        return cfg.train_layout
+    frozen = cfg.train_layout.frozen()
+    return dataclasses.replace(frozen, sp=1) if role == "reward_model" else frozen  # it reads whole rows
+
+
 def cut(group: RankGroup, cfg: Config, batch: Batch) -> list[list[Micro]]:
-    """Micro-batches [rank][k] with their rows."""
+    """Micro-batches [replica][k] with their rows."""
     return [[as_micro(batch, micro) for micro in plan] for plan in plan_ranks(group, cfg, batch)]
 
 
 def plan_ranks(group: RankGroup, cfg: Config, batch: Batch) -> list[list[MicroBatch]]:
-    """Micro-batches [rank][k] as row numbers."""
+    """Micro-batches [replica][k] as row numbers."""
     trainer = cfg.trainer
     return plan_micro_batches(
-        batch, trainer.layout, group.world, trainer.micro_batch_tokens, trainer.logprob_chunk_tokens
+        batch,
+        trainer.layout,
+        group.replicas,
+        trainer.micro_batch_tokens,
+        trainer.logprob_chunk_tokens,
+        group.quadratic_tokens,
     )
 
 
@@ -150,7 +184,7 @@ def as_micro(batch: Batch, micro: MicroBatch) -> Micro:
 
 
 def score_rows(group: RankGroup, cfg: Config, batch: Batch, method: str, *args: Any) -> list[tuple[list[int], Any]]:
-    """Has all ranks call `method` on their micro-batches; gives (row numbers, result) of each micro-batch."""
+    """Has all replicas call `method` on their micro-batches; gives (row numbers, result) of each micro-batch."""
     plans = plan_ranks(group, cfg, batch)
     results = group.call_each(method, [[as_micro(batch, micro) for micro in plan] for plan in plans], *args)
     pairs = []

@@ -9,8 +9,10 @@ import torch
 from actors import checkpoint
 from actors.engine import Engine, OptimizerSpec
 from actors.forward import Scorer, TopScorer
-from actors.rank import Micro, Rank, Update, UpdateResult, load_lm, recompute_activations
-from conf.schema import Layout
+from actors.lora import adapters_off, add_adapters, write_adapter
+from actors.rank import Micro, Rank, Update, UpdateResult
+from actors.weights import full_shapes, gathered, trained_shapes
+from conf.choices import Layout
 from rl import losses
 from rl.masking import masked_fill_zero
 from rl.metrics import Sums, merge_sums, on_cpu
@@ -37,13 +39,15 @@ class PolicyRank(Rank):
         self.join(address, port, num_threads, trains=spec is not None)
         self._probe_logprobs = None
         cfg = self.cfg
-        lm = load_lm(model_path, cfg.model.attention, cfg.trainer.dtype, self.device)
-        if spec is None:
-            self.score: Scorer | Engine = Scorer(lm, cfg.rollout.temperature, cfg.trainer.layout).requires_grad_(False)
-            return
-        if cfg.trainer.gradient_checkpointing:
-            recompute_activations(lm)
-        self.score = self.wrap(Scorer(lm, cfg.rollout.temperature, cfg.trainer.layout), spec)
+        lm = self.load_lm(model_path)
+        scale = None
+        if spec is not None and self.role == "policy" and cfg.lora.rank > 0:
+            add_adapters(lm, cfg.lora)
+            lm.to(device=self.device, dtype=getattr(torch, cfg.trainer.dtype.value))
+            scale = cfg.lora.scale
+        scorer = Scorer(lm, cfg.rollout.temperature, cfg.trainer.layout, self.sequence)
+        self.score: Scorer | Engine
+        self.score = scorer.requires_grad_(False) if spec is None else self.wrap(scorer, spec, lm, scale)
 
     @torch.no_grad()
     def logprobs(self, micros: list[Micro]) -> list[torch.Tensor]:
@@ -55,6 +59,11 @@ class PolicyRank(Rank):
                 out.append(values.float().cpu())
         return out
 
+    def base_logprobs(self, micros: list[Micro]) -> list[torch.Tensor]:
+        """As `logprobs`, of the policy without its adapters."""
+        with adapters_off(self.engine.module):
+            return self.logprobs(micros)
+
     @torch.no_grad()
     def top_logprobs(self, micros: list[Micro], top_k: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Ids and log-probabilities [B, T, k] of the likeliest tokens at each action token's place, on the CPU.
@@ -65,14 +74,13 @@ class PolicyRank(Rank):
         policy = json.loads((Path(self.cfg.model.path) / "config.json").read_text())
         vocabulary = min(policy["vocab_size"], self.score.lm.get_output_embeddings().weight.shape[0])
         chosen = min(top_k or vocabulary, vocabulary)
-        scorer = TopScorer(self.score.lm, self.score.temperature, self.score.layout, chosen, vocabulary)
+        scorer = TopScorer(self.score, chosen, vocabulary)
         return [scorer(self.on_device(m.batch), m.num_chunks) for m in micros if m.batch is not None]
 
     def reload(self, model_path: str) -> None:
         """Takes the weights of another folder of the same architecture (a frozen rank)."""
         assert isinstance(self.score, Scorer)
-        lm = load_lm(model_path, self.cfg.model.attention, self.cfg.trainer.dtype, self.device)
-        self.score.lm.load_state_dict(lm.state_dict())
+        self.score.lm.load_state_dict(self.load_lm(model_path).state_dict())
 
     def update(self, updates: list[Update]) -> UpdateResult:
         """Optimizer steps, one for each entry.
@@ -87,19 +95,21 @@ class PolicyRank(Rank):
 
     def accumulate(self, update: Update) -> Sums:
         """As Rank; checks the mismatch when this forward is the scoring of the batch."""
+        self.routing.take()  # of scoring
         parts = []
         for micro in update.micros:
             batch = self.on_device(micro.batch)
             scores = Scores(**dict(zip(SCORES, self.engine(batch, micro.num_chunks), strict=False)))
             loss, tensors = losses.policy_objective(self.cfg.algo, batch, scores, update.version)
             self.engine.backward(loss, update.num_action_tokens)
-            parts.append(on_cpu(tensors))
+            parts.append(on_cpu(tensors) | self.routing.take())
         sums = merge_sums(parts)
         if update.mismatch_limit is not None:
             total = sums["mismatch"].to(self.device, copy=True)
             if self.world > 1:
                 torch.distributed.all_reduce(total)
-            require_match(float(total) / update.num_action_tokens, update.mismatch_limit, update.version)
+            copies = self.layout.sp * self.layout.tp  # ranks of a replica found the same sums
+            require_match(float(total) / copies / update.num_action_tokens, update.mismatch_limit, update.version)
         return sums
 
     def sft(self, updates: list[Update]) -> list[dict[str, float]]:
@@ -120,7 +130,7 @@ class PolicyRank(Rank):
 
     def manifest(self) -> dict[str, Any]:
         """What each push will carry; rank 0 also makes its ring. Returns the arguments of the engines' init phase."""
-        manifest = plan_buckets(self.engine.shapes(), self.cfg.trainer.dtype.value, self.cfg.sync.bucket_bytes)
+        manifest = plan_buckets(full_shapes(self.engine), self.cfg.trainer.dtype.value, self.cfg.sync.bucket_bytes)
         self._manifest = manifest
         if self.rank > 0:
             return {}
@@ -137,7 +147,7 @@ class PolicyRank(Rank):
     def pack(self, bucket: int) -> int:
         """Copies one bucket of live weights into the ring (rank 0); returns its checksum. Collective under ZeRO-3."""
         names = [tensor.name for tensor in self._manifest.buckets[bucket].tensors]
-        with self.engine.gathered(names) as tensors:
+        with gathered(self.engine, names) as tensors:
             return self._sender.pack(bucket, tensors) if self._sender else 0
 
     @torch.no_grad()
@@ -152,14 +162,22 @@ class PolicyRank(Rank):
         """Writes the live weights as a Hugging Face folder (rank 0). Collective under ZeRO-3."""
         weights: dict[str, torch.Tensor] = {}
         for bucket in plan_buckets(
-            self.engine.shapes(), self.cfg.trainer.dtype.value, self.cfg.sync.bucket_bytes
+            full_shapes(self.engine), self.cfg.trainer.dtype.value, self.cfg.sync.bucket_bytes
         ).buckets:
             names = [tensor.name for tensor in bucket.tensors]
-            with self.engine.gathered(names) as tensors:
+            with gathered(self.engine, names) as tensors:
                 if self.rank == 0:
                     weights |= {name: tensor.cpu().clone() for name, tensor in tensors.items()}
         if self.rank == 0:
             checkpoint.write_hf(weights, Path(model_path), Path(folder))
+
+    def export_adapter(self, folder: str, model_path: str) -> None:
+        """Writes the adapters alone, for use on top of the model at `model_path` (rank 0). Collective under ZeRO-3."""
+        names = list(trained_shapes(self.engine))
+        with gathered(self.engine, names) as tensors:
+            if self.rank == 0:
+                adapters = {name: tensor.cpu().clone() for name, tensor in tensors.items()}
+                write_adapter(adapters, self.cfg.lora, model_path, Path(folder))
 
     def load(self, folder: str) -> None:
         """As Rank."""

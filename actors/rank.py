@@ -3,15 +3,22 @@
 import os
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from actors import checkpoint
-from actors.engine import Engine, OptimizerSpec, StepResult, init_distributed
+from actors.engine import Engine, OptimizerSpec, StepResult, init_distributed, register_ulysses
 from actors.forward import require_supported
-from conf.schema import Config, Dtype
+from actors.routing import Routing
+from actors.sequence import SequenceGroup, join_sequence
+from actors.tensor_bytes import live_bytes, peak_bytes
+from actors.weights import optimizer_step
+from conf.choices import Dtype, Recompute
+from conf.schema import Config
 from rl.metrics import Sums
 from rl.types import Batch
 
@@ -61,11 +68,18 @@ class UpdateResult:
 class Rank:
     """One rank of a trained role. Subclasses say what the module is and what a forward of it means."""
 
+    sequence: SequenceGroup | None = None
+
     def __init__(self, cfg: Config, role: str, rank: int, world: int, device: str):
         self.cfg, self.role, self.rank, self.world, self.device = cfg, role, rank, world, device
+        self.layout = cfg.train_layout
+        self.routing = Routing(torch.nn.Identity())
 
     def join(self, address: str, port: int, num_threads: int, trains: bool) -> None:
-        """Joins the process group (once for a process that holds several roles) and seeds this process."""
+        """Joins the process group (once for a process that holds several roles) and seeds this process.
+
+        A frozen role has a group only where its ranks share rows.
+        """
         os.environ.update(
             RANK=str(self.rank),
             WORLD_SIZE=str(self.world),
@@ -75,12 +89,25 @@ class Rank:
         )
         torch.set_num_threads(num_threads)
         torch.manual_seed(self.cfg.seed)
-        if trains:
+        if trains or self.layout.sp > 1:
             init_distributed("nccl" if self.device == "cuda" else "gloo", self.cfg.trainer.timeout_s)
+        self.sequence = join_sequence(self.layout, self.rank)
 
-    def wrap(self, module: torch.nn.Module, spec: OptimizerSpec) -> Engine:
-        """A DeepSpeed engine around `module`, in the trainer's layout."""
-        self.engine = Engine(module, spec, self.cfg.trainer.zero_stage, self.cfg.trainer.dtype)
+    def load_lm(self, path: str) -> Any:
+        """The causal language model of a Hugging Face folder, in the trainer's dtype, without dropout."""
+        attention = self.cfg.model.attention
+        if self.sequence is not None:
+            attention = register_ulysses(attention, self.sequence.group)
+        return load_lm(path, attention, self.cfg.trainer.dtype, self.device)
+
+    def wrap(self, module: torch.nn.Module, spec: OptimizerSpec, lm: Any, lora_scale: float | None = None) -> Engine:
+        """A DeepSpeed engine around `module`, which computes with `lm`, in the trainer's layout."""
+        recompute_activations(lm, self.layout.recompute)
+        self.engine = Engine(module, spec, self.layout, lm.config, lora_scale)
+        base = getattr(lm, lm.base_model_prefix)
+        self.routing = Routing(base)
+        if self.routing.routers:
+            base.routing = self.routing
         return self.engine
 
     def accumulate(self, update: Update) -> Sums:
@@ -97,6 +124,11 @@ class Rank:
             result.add(sums, self.engine.step(update.lr), backward_s, time.monotonic() - started - backward_s)
         return result
 
+    def measured_update(self, updates: list[Update]) -> tuple[int, int]:
+        """As `update`; bytes of tensors on this rank before it, and the most while it ran."""
+        before = live_bytes(self.device)
+        return before, peak_bytes(lambda: self.update(updates), self.device)[1]
+
     def save(self, folder: str) -> list[dict[str, Any]]:
         """Writes this rank's share of the training state into `folder`; returns its manifest entries. Collective."""
         return checkpoint.write_shards(Path(folder), self.role, self.engine, self.rank, self.world)
@@ -109,7 +141,7 @@ class Rank:
 
     def state(self) -> dict[str, Any]:
         """Optimizer step and random state of this rank, for the checkpoint."""
-        return {"optimizer_step": self.engine.optimizer_step, "torch_rng": torch.get_rng_state().tolist()}
+        return {"optimizer_step": optimizer_step(self.engine), "torch_rng": torch.get_rng_state().tolist()}
 
     def on_device(self, batch: Batch | None) -> Batch:
         """The batch where this rank computes; a dummy where there is none."""
@@ -155,7 +187,17 @@ def load_lm(path: str, attention: str, dtype: Dtype, device: str) -> torch.nn.Mo
     return lm.to(device).eval()  # dropout off in training too: the engine samples without it
 
 
-def recompute_activations(lm: Any) -> None:
-    """Turns gradient checkpointing on; dropout stays off, because these models have none configured."""
+# Results that selective recomputation keeps: the costly ones.
+KEPT = ("mm", "addmm", "bmm", "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention")
+
+
+def recompute_activations(lm: Any, kind: Recompute) -> None:
+    """Turns activation checkpointing on; dropout stays off, because these models have none configured."""
+    if kind is Recompute.none:
+        return
     lm.train()
-    lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    settings: dict[str, Any] = {"use_reentrant": False}
+    if kind is Recompute.selective:
+        kept = [getattr(torch.ops.aten, name).default for name in KEPT]
+        settings["context_fn"] = partial(create_selective_checkpoint_contexts, kept)
+    lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)

@@ -1,10 +1,14 @@
 """Cleans up after a run, however it ends: `reaper.py MARK FOLDER`, started by the driver with a pipe as standard input.
 
 The pipe closes when the driver closes it or dies (SIGKILL too). Then every process whose environment holds MARK is
-killed, and FOLDER is removed. Standard library only; runs in a session of its own, out of reach of Ctrl-C.
+killed, and FOLDER is removed, and so are the shared-memory files of Python's multiprocessing that those processes had
+mapped: their owners unlink them on a good day only. They are looked up now and then while the run lasts, because at its
+end their owners may be gone. Standard library only; runs in a session of its own, out of reach of Ctrl-C.
 """
 
+import contextlib
 import os
+import select
 import shutil
 import signal
 import sys
@@ -12,6 +16,8 @@ import time
 
 ROUNDS = 20
 ROUND_S = 0.1
+LOOK_S = 3.0
+SHARED = ("psm_", "sem.mp-")
 
 
 def marked(mark: bytes) -> list[int]:
@@ -28,10 +34,34 @@ def marked(mark: bytes) -> list[int]:
     return found
 
 
+def shared_files(pids: list[int]) -> set[str]:
+    """Files that multiprocessing has made in /dev/shm and that one of the processes has mapped.
+
+    By their inode numbers: a semaphore is mapped under another name, before it gets its own.
+    """
+    inodes = set()
+    for pid in pids:
+        try:
+            with open(f"/proc/{pid}/maps") as file:
+                inodes |= {int(line.split(maxsplit=5)[4]) for line in file if "/dev/shm/" in line}
+        except OSError:
+            continue
+    found = set()
+    for entry in os.scandir("/dev/shm") if inodes else ():
+        if entry.name.startswith(SHARED) and entry.inode() in inodes:
+            found.add(entry.path)
+    return found
+
+
 def main() -> None:
     mark, folder = sys.argv[1].encode(), sys.argv[2]
-    while sys.stdin.buffer.read(1):
-        pass
+    shared: set[str] = set()
+    while True:
+        readable, _, _ = select.select([sys.stdin], [], [], LOOK_S)
+        if readable and not os.read(sys.stdin.fileno(), 4096):
+            break
+        shared |= shared_files(marked(mark))
+    shared |= shared_files(marked(mark))
     for _ in range(ROUNDS):
         pids = marked(mark)
         if not pids:
@@ -42,6 +72,9 @@ def main() -> None:
             except ProcessLookupError:
                 continue
         time.sleep(ROUND_S)
+    for path in shared:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
     shutil.rmtree(folder, ignore_errors=True)
 
 

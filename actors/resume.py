@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.checkpoint import SEPARATOR, files_of, find_whole, read_manifest, verify
+from actors.lora import adapter_names, lora_of
 from conf.errors import ConfigError
 from conf.schema import Config
 from rl.faults import CheckpointError
@@ -15,7 +16,8 @@ from rl.run_folder import resolve_run_dir
 FREE = (
     "num_steps", "run_dir", "resume", "checkpoint", "tracking", "evaluation", "cluster", "sync",
     "trainer.zero_stage", "trainer.layout", "trainer.micro_batch_tokens", "trainer.logprob_chunk_tokens",
-    "trainer.gradient_checkpointing", "trainer.num_threads", "trainer.timeout_s",
+    "trainer.sp", "trainer.tp", "trainer.ep", "trainer.hpz", "trainer.offload_optimizer", "trainer.offload_parameters",
+    "trainer.recompute", "trainer.num_threads", "trainer.timeout_s",
     "rollout.tp", "rollout.max_num_seqs", "rollout.kv_cache_bytes", "rollout.gpu_memory_utilization",
     "rollout.prefix_caching", "rollout.num_threads", "rollout.deadline_s", "rollout.mismatch_limit",
     "reward.deadline_s", "reward.num_workers", "model.attention",
@@ -108,6 +110,9 @@ def require_same_model(folder: Path, manifest: Mapping[str, Any], shapes: Mappin
         for key, shape in entry["tensors"].items()
         if key.endswith(f"{SEPARATOR}master")
     }
+    if lora_of(manifest["config"]).rank > 0:
+        require_same_base(folder, saved, shapes)
+        return
     wrong = [
         f"{n}: {s} in the checkpoint, {shapes.get(n, 'nothing')} in model.path"
         for n, s in saved.items()
@@ -121,6 +126,20 @@ def require_same_model(folder: Path, manifest: Mapping[str, Any], shapes: Mappin
     ]
     if wrong:
         raise ConfigError(f"{folder} is of another architecture than model.path:\n  " + "\n  ".join(wrong[:5]))
+
+
+def require_same_base(
+    folder: Path, adapters: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Raises ConfigError unless the checkpoint's adapters fit matrices of the model folder."""
+    for name, shape in shapes.items():
+        a, b = adapter_names(name)
+        if a in adapters and (adapters[b][0], adapters[a][1]) != shape:
+            raise ConfigError(f"{folder}: its adapter of {name} fits {adapters[b][0]} x {adapters[a][1]}, not {shape}")
+    fitting = {adapter for name in shapes for adapter in adapter_names(name)}
+    strange = [name for name in adapters if name not in fitting]
+    if strange:
+        raise ConfigError(f"{folder} is of another architecture than model.path: it has no place for {strange[:3]}")
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from actors.group import RankGroup, cut, score_rows, score_tokens
+from actors.group import RankGroup, cut, plan_ranks, score_rows, score_tokens
 from actors.rank import Update
 from conf.schema import Config
 from rl.aggregation import loss_weights
-from rl.batching import split_mini_batches
+from rl.batching import imbalance, split_mini_batches
 from rl.loop import scores_before_update
 from rl.metrics import critic_metrics, merge_sums, policy_metrics
 from rl.roles import Metrics
@@ -50,8 +50,15 @@ class ActorPolicy:
             "policy/backward_s": mean_of(steps, "backward_s"),
             "policy/optimizer_s": mean_of(steps, "optimizer_s"),
             "policy/lr": updates[0][-1].lr,
+            "train/imbalance": self._imbalance(batch),
+            "train/straggler_s": straggling_s([mean_of(rank.steps, "backward_s") for rank in results]),
             "train/tok_s": sum(batch.lengths) * cfg.algo.num_epochs / (time.monotonic() - started),
         }
+
+    def _imbalance(self, batch: Batch) -> float:
+        """How much more work the busiest replica has than the mean."""
+        plans = plan_ranks(self.group, self.cfg, batch)
+        return imbalance(batch, plans, self.cfg.trainer.layout, self.group.quadratic_tokens)
 
     # -- the sync's Source --
 
@@ -102,14 +109,14 @@ class ActorCritic:
 
 
 class ActorReference:
-    """The Reference role: a frozen model."""
+    """The Reference role: a frozen model, or the policy without its adapters (`method` base_logprobs)."""
 
-    def __init__(self, cfg: Config, group: RankGroup):
-        self.cfg, self.group = cfg, group
+    def __init__(self, cfg: Config, group: RankGroup, method: str = "logprobs"):
+        self.cfg, self.group, self.method = cfg, group, method
 
     def logprobs(self, batch: Batch) -> torch.Tensor:
         """As rl.roles.Reference."""
-        return score_tokens(self.group, self.cfg, batch, "logprobs")
+        return score_tokens(self.group, self.cfg, batch, self.method)
 
     def reload(self, model_path: Path) -> None:
         """Takes the weights of a Hugging Face folder."""
@@ -160,17 +167,17 @@ def plan_updates(
     version: int,
     mismatch_limit: float | None = None,
 ) -> list[list[Update]]:
-    """Updates [rank][k] of one step: epochs x mini-batches, each with its global divisor and learning rate."""
-    per_rank = [list[Update]() for _ in range(group.world)]
+    """Updates [replica][k] of one step: epochs x mini-batches, each with its global divisor and learning rate."""
+    per_replica = [list[Update]() for _ in range(group.replicas)]
     constant = cfg.algo.aggregation_tokens or cfg.rollout.max_tokens
     for epoch in range(cfg.algo.num_epochs):
         seed = (cfg.seed, version * cfg.algo.steps_per_batch, epoch)
         for rows in split_mini_batches(batch.group_index, cfg.algo.num_mini_batches, seed):
             part = batch.select(rows)
             part.loss_weight = loss_weights(cfg.algo.aggregation, part.action_mask, constant)
-            lr = schedule(optimizer_step + len(per_rank[0]))
-            for rank, micros in enumerate(cut(group, cfg, part)):
-                per_rank[rank].append(
+            lr = schedule(optimizer_step + len(per_replica[0]))
+            for replica, micros in enumerate(cut(group, cfg, part)):
+                per_replica[replica].append(
                     Update(
                         micros=micros,
                         num_action_tokens=max(1, part.num_action_tokens),  # all masked: the loss is 0 all the same
@@ -179,7 +186,7 @@ def plan_updates(
                         mismatch_limit=mismatch_limit,
                     )
                 )
-    return per_rank
+    return per_replica
 
 
 def scheduled_lr(cfg: Config, peak: float, total: int, optimizer_step: int) -> float:
@@ -198,6 +205,11 @@ def with_next_token(batch: Batch) -> Batch:
         attention_mask=pad(batch.attention_mask, (0, 1)).scatter(1, index, True),
         action_mask=pad(batch.action_mask, (0, 1)).scatter(1, index, True),
     )
+
+
+def straggling_s(seconds: Sequence[float]) -> float:
+    """What the slowest replica took longer than the mean."""
+    return max(seconds) - sum(seconds) / len(seconds)
 
 
 def mean_of(steps: Sequence[dict[str, float]], name: str) -> float:

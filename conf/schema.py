@@ -8,12 +8,28 @@ YAML groups and experiments hold only differences from this file. `docs/config.m
 
 import math
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
 
+from conf.choices import (
+    Advantage,
+    Aggregation,
+    Correction,
+    Device,
+    Dtype,
+    KlEstimator,
+    KlPlace,
+    Layout,
+    Optimizer,
+    PolicyLoss,
+    Recompute,
+    Schedule,
+    Template,
+    Truncated,
+)
 from conf.errors import ConfigError
+from conf.layout import TrainLayout
 
 
 def option(default: Any, help: str) -> Any:
@@ -21,100 +37,6 @@ def option(default: Any, help: str) -> Any:
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata={"help": help})
     return field(default=default, metadata={"help": help})
-
-
-class Dtype(Enum):
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-
-
-class Schedule(Enum):
-    constant = "constant"
-    linear = "linear"
-    cosine = "cosine"
-
-
-class Optimizer(Enum):
-    adamw = "adamw"
-    sgd = "sgd"
-
-
-class Layout(Enum):
-    """How rows become micro-batches: each row whole, or siblings that share one forward of their prompt."""
-
-    padded = "padded"
-    shared_prefix = "shared_prefix"
-
-
-class KlEstimator(Enum):
-    k1 = "k1"
-    k2 = "k2"
-    k3 = "k3"
-    k3_ratio = "k3_ratio"
-
-
-class Advantage(Enum):
-    """How advantages are estimated: see docs/algorithms.md and rl/advantages.py."""
-
-    group = "group"
-    rloo = "rloo"
-    remax = "remax"
-    reinforce_pp = "reinforce_pp"
-    reinforce_pp_baseline = "reinforce_pp_baseline"
-    gae = "gae"
-    teacher = "teacher"
-
-
-class PolicyLoss(Enum):
-    """The loss of one token: see docs/algorithms.md and rl/losses.py."""
-
-    clip = "clip"
-    gspo = "gspo"
-    gmpo = "gmpo"
-    cispo = "cispo"
-    sapo = "sapo"
-    reinforce = "reinforce"
-    decoupled = "decoupled"
-    divergence = "divergence"
-
-
-class Aggregation(Enum):
-    token_mean = "token_mean"
-    sequence_mean = "sequence_mean"
-    sequence_sum = "sequence_sum"
-
-
-class KlPlace(Enum):
-    loss = "loss"
-    reward = "reward"
-
-
-class Correction(Enum):
-    none = "none"
-    truncate = "truncate"
-    band = "band"
-    mask_token = "mask_token"
-    mask_sequence = "mask_sequence"
-    mask_geometric = "mask_geometric"
-
-
-class Truncated(Enum):
-    keep = "keep"
-    mask = "mask"
-    punish = "punish"
-
-
-class Device(Enum):
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
-
-
-class Template(Enum):
-    """chat: the tokenizer's chat template. plain: the text as it is, with the tokenizer's own special tokens."""
-
-    chat = "chat"
-    plain = "plain"
 
 
 def require(condition: bool, message: str) -> None:
@@ -431,6 +353,17 @@ class RewardConfig:
 @dataclass(kw_only=True)
 class TrainerConfig:
     zero_stage: int = option(1, "DeepSpeed ZeRO stage: 0, 1, 2 or 3")
+    sp: int = option(1, "sequence parallel: ranks that share each row (Ulysses; trainer.layout=padded)")
+    tp: int = option(1, "tensor parallel: ranks that share each matrix (ZeRO 0, 1 or 2)")
+    ep: int = option(1, "expert parallel: ranks that share the experts of each layer (mixture-of-experts models)")
+    hpz: int = option(1, "ZeRO-3: ranks of a second partition, from which the backward pass gathers (ZeRO++)")
+    offload_optimizer: bool = option(False, "keep master weights and moments in host memory (ZeRO 1, 2 or 3)")
+    offload_parameters: bool = option(False, "keep live weights in host memory too (ZeRO-3)")
+    recompute: Recompute = option(
+        Recompute.none,
+        "none, selective (all but matrix products and attention) or full (each layer): activations that the backward "
+        "pass computes again instead of keeping them (not with layout=shared_prefix)",
+    )
     dtype: Dtype = option(Dtype.float32, "dtype of live weights and of the forward; the master copy is fp32")
     optimizer: Optimizer = option(Optimizer.adamw, "adamw or sgd")
     lr: float = option(1e-5, "peak learning rate")
@@ -445,24 +378,26 @@ class TrainerConfig:
     eps: float = option(1e-8, "AdamW epsilon")
     weight_decay: float = option(0.0, "AdamW decoupled weight decay")
     grad_clip: float = option(1.0, "largest global gradient norm; 0 turns clipping off")
-    layout: Layout = option(Layout.shared_prefix, "padded, or shared_prefix (the prompt of a group runs once; exact)")
+    layout: Layout = option(
+        Layout.shared_prefix,
+        "padded, packed (rows one behind another, for attention kernels that take variable lengths) or shared_prefix "
+        "(the prompt of a group runs once); all give the same numbers",
+    )
     micro_batch_tokens: int = option(8192, "most tokens, padding included, in one forward of one rank")
     logprob_chunk_tokens: int = option(256, "tokens whose [tokens, vocabulary] logits exist at a time")
-    gradient_checkpointing: bool = option(False, "recompute activations in the backward pass (padded layout only)")
     num_threads: int = option(0, "CPU threads of one rank; 0 divides the machine's cores among the ranks")
     timeout_s: float = option(1800.0, "longest wait for one call to the training ranks, seconds")
 
     def __post_init__(self) -> None:
-        require(self.zero_stage in (0, 1, 2, 3), f"trainer.zero_stage={self.zero_stage}: must be 0, 1, 2 or 3")
         require(
-            not (self.dtype is Dtype.bfloat16 and self.zero_stage == 0),
-            "trainer.dtype=bfloat16 with trainer.zero_stage=0: ZeRO-0 keeps no fp32 master and drifts; "
-            "use trainer.zero_stage=1, 2 or 3",
+            self.recompute is Recompute.none or self.layout is not Layout.shared_prefix,
+            f"trainer.recompute={self.recompute.value} with trainer.layout=shared_prefix: "
+            "the shared prompt lives in a key/value cache, which recomputation forbids; use trainer.layout=padded",
         )
         require(
-            not (self.gradient_checkpointing and self.layout is Layout.shared_prefix),
-            "trainer.gradient_checkpointing=true with trainer.layout=shared_prefix: "
-            "the shared prompt lives in a key/value cache, which recomputation forbids; use trainer.layout=padded",
+            self.sp == 1 or self.layout is Layout.padded,
+            f"trainer.sp={self.sp} with trainer.layout={self.layout.value}: only whole rows can be shared out; "
+            "use trainer.layout=padded",
         )
         require_range("trainer.", "lr", self.lr, 0)
         require_range("trainer.", "warmup_ratio", self.warmup_ratio, 0, 1)
@@ -475,6 +410,25 @@ class TrainerConfig:
         require_range("trainer.", "logprob_chunk_tokens", self.logprob_chunk_tokens, 1)
         require_range("trainer.", "num_threads", self.num_threads, 0)
         require_range("trainer.", "timeout_s", self.timeout_s, 0, open_low=True)
+
+
+@dataclass(kw_only=True)
+class LoraConfig:
+    """Low-rank adapters on the policy; the rest of it stays as it was, and is the reference."""
+
+    rank: int = option(0, "rank of the adapters; 0 trains the whole model")
+    alpha: int = option(32, "the adapters' product is scaled by alpha / rank")
+    targets: list[str] = option(
+        [], "matrices with an adapter, by the last part of their name (q_proj, ...); [] is all but the head"
+    )
+
+    def __post_init__(self) -> None:
+        require_range("lora.", "rank", self.rank, 0)
+        require_range("lora.", "alpha", self.alpha, 1)
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
 
 
 @dataclass(kw_only=True)
@@ -663,6 +617,7 @@ class Config:
     data: DataConfig = field(default_factory=lambda: DataConfig(_target_="rollout.tasks.arithmetic.generate"))
     reward: RewardConfig = field(default_factory=RewardConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
@@ -703,11 +658,26 @@ class Config:
             "must divide evenly",
         )
         rows = self.prompts_per_step * self.samples_per_prompt // self.algo.num_mini_batches
+        refusal = self.train_layout.refusal()
+        require(refusal is None, str(refusal))
+        replicas = self.train_layout.replicas
+        shared = f" / trainer.sp={self.trainer.sp} / trainer.tp={self.trainer.tp}"
+        ranks = f"cluster.train_ranks={self.cluster.train_ranks}{shared if replicas < self.cluster.train_ranks else ''}"
         require(
-            rows % self.cluster.train_ranks == 0,
+            rows % replicas == 0,
             f"prompts_per_step={self.prompts_per_step} x samples_per_prompt={self.samples_per_prompt} / "
-            f"algo.num_mini_batches={self.algo.num_mini_batches} = {rows} rows: "
-            f"not divisible by cluster.train_ranks={self.cluster.train_ranks}",
+            f"algo.num_mini_batches={self.algo.num_mini_batches} = {rows} rows: not divisible by {ranks}",
+        )
+        trainer = self.trainer
+        require(
+            self.lora.rank == 0 or (trainer.tp == trainer.ep == 1),
+            f"lora.rank={self.lora.rank} with trainer.tp={trainer.tp}, trainer.ep={trainer.ep}: adapters are not cut; "
+            "use trainer.tp=1 and trainer.ep=1",
+        )
+        require(
+            self.lora.rank == 0 or self.algo.reference_refresh == 0,
+            f"lora.rank={self.lora.rank} with algo.reference_refresh={self.algo.reference_refresh}: the reference is "
+            "the policy without its adapters, and cannot move",
         )
         require(
             len(self.rollout.tp) in (1, self.cluster.rollout_engines),
@@ -715,9 +685,9 @@ class Config:
             "give one size for all engines or one for each",
         )
         require(
-            self.trainer.layout is Layout.padded or self.prompts_per_step >= self.cluster.train_ranks,
-            f"trainer.layout=shared_prefix with prompts_per_step={self.prompts_per_step} and "
-            f"cluster.train_ranks={self.cluster.train_ranks}: a rank would have no group; use trainer.layout=padded",
+            self.trainer.layout is not Layout.shared_prefix or self.prompts_per_step >= replicas,
+            f"trainer.layout=shared_prefix with prompts_per_step={self.prompts_per_step} and {ranks}: "
+            "a rank would have no group; use trainer.layout=padded",
         )
 
     def _check_roles(self) -> None:
@@ -764,6 +734,23 @@ class Config:
         )
 
     @property
+    def train_layout(self) -> TrainLayout:
+        """How the trained roles are spread over their ranks."""
+        trainer = self.trainer
+        return TrainLayout(
+            ranks=self.cluster.train_ranks,
+            zero_stage=trainer.zero_stage,
+            sp=trainer.sp,
+            tp=trainer.tp,
+            ep=trainer.ep,
+            hpz=trainer.hpz,
+            offload_optimizer=trainer.offload_optimizer,
+            offload_parameters=trainer.offload_parameters,
+            recompute=trainer.recompute,
+            dtype=trainer.dtype,
+        )
+
+    @property
     def num_optimizer_steps(self) -> int:
         """Optimizer steps of the policy in the whole run: the unit of the learning-rate schedule."""
         return (self.num_steps - self.critic.warmup_steps) * self.algo.steps_per_batch
@@ -784,6 +771,7 @@ SECTIONS: dict[str, type] = {
     "data": DataConfig,
     "reward": RewardConfig,
     "trainer": TrainerConfig,
+    "lora": LoraConfig,
     "rollout": RolloutConfig,
     "sync": SyncConfig,
     "cluster": ClusterConfig,

@@ -6,7 +6,8 @@ float64 and results are float32. Token rewards (see rl.rewards) hold the outcome
 
 import torch
 
-from conf.schema import Advantage, AlgoConfig, RewardConfig
+from conf.choices import Advantage
+from conf.schema import AlgoConfig, RewardConfig
 from rl.masking import masked_fill_zero
 from rl.numerics import require_finite
 from rl.rewards import row_rewards, token_rewards

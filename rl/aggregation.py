@@ -2,7 +2,7 @@
 
 import torch
 
-from conf.schema import Aggregation
+from conf.choices import Aggregation
 
 
 def loss_weights(aggregation: Aggregation, action_mask: torch.Tensor, constant_tokens: int) -> torch.Tensor | None:

@@ -3,13 +3,15 @@
 Any cut gives the same loss and gradient, because every divisor is a global count (design invariant 4).
 """
 
+import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from conf.schema import Layout
+from conf.choices import Layout
 from rl.types import Batch, Group, Trajectory
 
 
@@ -93,13 +95,14 @@ class MicroBatch:
 
 
 def plan_micro_batches(
-    batch: Batch, layout: Layout, ranks: int, token_budget: int, chunk_tokens: int
+    batch: Batch, layout: Layout, ranks: int, token_budget: int, chunk_tokens: int, quadratic_tokens: float = math.inf
 ) -> list[list[MicroBatch]]:
     """Micro-batches [rank][k] of a batch; the number k is the same on every rank.
 
     Units (rows, or whole groups in the shared-prefix layout) are sorted by length and dealt out in waves of one unit
-    for each rank, so that the k-th micro-batches of all ranks are of similar size. A micro-batch takes units while its
-    padded tokens stay within `token_budget`; a unit larger than that is alone.
+    for each rank, so that the k-th micro-batches of all ranks are of similar size; the largest unit of a wave goes to
+    the rank with the least work so far (`row_work`). A micro-batch takes units while its padded tokens stay within
+    `token_budget`; a unit larger than that is alone.
     """
     prompt: list[int] = batch.prompt_len.tolist()
     total = batch.lengths
@@ -117,18 +120,25 @@ def plan_micro_batches(
             return 0
         if layout is Layout.padded:
             return len(rows) * max(total[r] for r in rows)
+        if layout is Layout.packed:
+            return sum(total[r] for r in rows)
         return len(chosen) * max(prompt[r] for r in rows) + len(rows) * max(total[r] - prompt[r] for r in rows)
 
+    work = row_work(batch, layout, quadratic_tokens)
     units.sort(key=lambda unit: cost([unit]), reverse=True)
     slots: list[list[list[list[int]]]] = []
+    done = [0.0] * ranks
     for start in range(0, len(units), ranks):
-        wave = units[start : start + ranks]
+        wave = sorted(units[start : start + ranks], key=lambda unit: sum(work[r] for r in unit), reverse=True)
+        given = dict(zip(sorted(range(ranks), key=lambda rank: done[rank]), wave, strict=False))
+        for rank, unit in given.items():
+            done[rank] += sum(work[r] for r in unit)
         last = slots[-1] if slots else []
-        grown = [have + ([wave[rank]] if rank < len(wave) else []) for rank, have in enumerate(last)]
+        grown = [have + ([given[rank]] if rank in given else []) for rank, have in enumerate(last)]
         if slots and max(cost(chosen) for chosen in grown) <= token_budget:
             slots[-1] = grown
         else:
-            slots.append([[unit] for unit in wave] + [[] for _ in range(ranks - len(wave))])
+            slots.append([[given[rank]] if rank in given else [] for rank in range(ranks)])
     action = batch.action_mask.sum(-1).tolist()
     plans: list[list[MicroBatch]] = [[] for _ in range(ranks)]
     for slot in slots:
@@ -137,3 +147,27 @@ def plan_micro_batches(
         for rank, chosen in enumerate(rows):
             plans[rank].append(MicroBatch(rows=chosen, num_chunks=max(1, -(-most // chunk_tokens))))
     return plans
+
+
+def row_work(batch: Batch, layout: Layout, quadratic_tokens: float) -> list[float]:
+    """Work of each row, in tokens: one that stands behind n others costs 1 + n / `quadratic_tokens`.
+
+    Attention then costs as much as all matrix products at 6 x hidden size tokens (Kaplan et al. 2020, table 1).
+    Rows of a group that share their prompt share its work.
+    """
+    lengths, prompts = batch.lengths, batch.prompt_len.tolist()
+    if layout is not Layout.shared_prefix:
+        return [n * (1 + n / 2 / quadratic_tokens) for n in lengths]
+    groups = batch.group_index.tolist()
+    members = Counter(groups)
+    return [
+        p * (1 + p / 2 / quadratic_tokens) / members[g] + (n - p) * (1 + (n + p) / 2 / quadratic_tokens)
+        for n, p, g in zip(lengths, prompts, groups, strict=True)
+    ]
+
+
+def imbalance(batch: Batch, plans: Sequence[Sequence[MicroBatch]], layout: Layout, quadratic_tokens: float) -> float:
+    """How much more work the busiest rank has than the mean: 0 is perfect balance."""
+    work = row_work(batch, layout, quadratic_tokens)
+    sums = [sum(work[row] for micro in plan for row in micro.rows) for plan in plans]
+    return max(sums) / (sum(sums) / len(sums)) - 1

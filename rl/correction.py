@@ -5,7 +5,8 @@ The engine's numerics (and, with lag, its older weights) differ from the trainer
 
 import torch
 
-from conf.schema import AlgoConfig, Correction
+from conf.choices import Correction
+from conf.schema import AlgoConfig
 from rl.masking import masked_fill_zero, row_mean, row_sum
 
 LOG_WEIGHT_BOUND = 20.0

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 
-from conf.schema import Config, KlPlace
+from conf.choices import KlPlace
+from conf.schema import Config
 from rl import advantages, rewards
 from rl.batching import collate
 from rl.kl import adapt

@@ -10,7 +10,8 @@ Every loss gives ([B, T], sums over action tokens of its metrics); the loss is 0
 
 import torch
 
-from conf.schema import AlgoConfig, KlEstimator, KlPlace, PolicyLoss
+from conf.choices import KlEstimator, KlPlace, PolicyLoss
+from conf.schema import AlgoConfig
 from rl.correction import correction_weights, corrects
 from rl.masking import masked_fill_zero, row_mean
 from rl.numerics import mismatch_sums

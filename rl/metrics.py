@@ -54,7 +54,27 @@ def policy_metrics(sums: Mapping[str, torch.Tensor], num_tokens: int) -> dict[st
     if "mismatch_hist" in sums:
         for share, name in ((0.5, "p50"), (0.99, "p99")):
             out[f"mismatch/{name}"] = quantile(sums["mismatch_hist"], share)
-    return out
+    return out | router_metrics(sums)
+
+
+def router_metrics(sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """How evenly a mixture of experts is used: means over layers, of [layers, experts] sums; nothing for a dense model.
+
+    load_max: the busiest expert over the mean. entropy: of the shares, 1 when all are equal. aux_loss: experts x sum of
+    share x mean probability (Fedus et al. 2021, equation 4), 1 when all are equal.
+    """
+    if "router_counts_hist" not in sums:
+        return {}
+    counts, probabilities = sums["router_counts_hist"], sums["router_probs_hist"]
+    experts = counts.shape[1]
+    shares = counts / counts.sum(1, keepdim=True)
+    means = probabilities / probabilities.sum(1, keepdim=True)
+    return {
+        "router/load_max": float((shares.amax(1) * experts).mean()),
+        "router/entropy": float((-torch.special.xlogy(shares, shares).sum(1) / math.log(experts)).mean()),
+        "router/num_dead": float((counts == 0).sum()),
+        "router/aux_loss": float((experts * (shares * means).sum(1)).mean()),
+    }
 
 
 def critic_metrics(sums: Mapping[str, torch.Tensor], num_tokens: int) -> dict[str, float]:

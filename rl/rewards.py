@@ -2,7 +2,8 @@
 
 import torch
 
-from conf.schema import AlgoConfig, KlEstimator, KlPlace, Truncated
+from conf.choices import KlEstimator, KlPlace, Truncated
+from conf.schema import AlgoConfig
 from rl.losses import kl_penalty
 from rl.masking import masked_fill_zero, row_sum
 from rl.types import Batch

@@ -2,7 +2,7 @@
 
 import math
 
-from conf.schema import Schedule
+from conf.choices import Schedule
 
 
 def learning_rate(

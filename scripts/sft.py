@@ -8,14 +8,18 @@ writes a Hugging Face folder `<run folder>/sft`. `scripts/train.py` does the sam
 import dataclasses
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from actors.cluster import Cluster
 from actors.engine import OptimizerSpec
-from actors.group import RankGroup, as_micro
+from actors.group import RankGroup, as_micro, in_thread
 from actors.rank import Update
+from conf.choices import Layout, Optimizer, Schedule
 from conf.launch import launch
-from conf.schema import Config, Layout, Optimizer, Schedule
+from conf.schema import Config
 from rl.batching import collate, plan_micro_batches
 from rl.schedule import learning_rate
 from rl.types import Batch, Group, Prompt, Trajectory
@@ -43,13 +47,31 @@ def demonstration_batch(pairs: list[tuple[list[int], list[int]]]) -> Batch:
     return collate(groups)
 
 
+def plan_steps(
+    cfg: Config, group: RankGroup, pairs: list[tuple[list[int], list[int]]], steps: range
+) -> list[list[Update]]:
+    """Updates [replica][k] of some steps of the warm start."""
+    sft, trainer = cfg.sft, cfg.trainer
+    per_replica: list[list[Update]] = [[] for _ in range(group.replicas)]
+    for step in steps:
+        batch = demonstration_batch(pairs[step * sft.batch_size : (step + 1) * sft.batch_size])
+        lr = learning_rate(step, sft.num_steps, sft.lr, Schedule.linear, sft.warmup_steps, sft.final_lr_ratio)
+        plans = plan_micro_batches(
+            batch, Layout.padded, group.replicas, trainer.micro_batch_tokens, trainer.logprob_chunk_tokens
+        )
+        for replica, plan in enumerate(plans):
+            micros = [as_micro(batch, micro) for micro in plan]
+            update = Update(micros=micros, num_action_tokens=batch.num_action_tokens, lr=lr, version=0)
+            per_replica[replica].append(update)
+    return per_replica
+
+
 def warm_start(
     cfg: Config, cluster: Cluster, prepared: Prepared, out: Path, say: Callable[[str], None]
 ) -> dict[str, float]:
     """Trains `cfg.sft.num_steps` steps and writes the result to `out`. Returns the last loss and the seconds taken."""
-    started = time.monotonic()
+    started, loss = time.monotonic(), float("nan")
     sft = cfg.sft
-    pairs = load_demonstrations(cfg.data, sft, prepared.tokenizer, sft.num_steps * sft.batch_size, cfg.seed)
     spec = OptimizerSpec(
         kind=Optimizer.adamw,
         beta1=0.9,
@@ -60,26 +82,21 @@ def warm_start(
     )
     group = RankGroup(cfg, cluster, "sft", cfg.model.path, spec)
     try:
-        group.start().result()
-        loss = float("nan")
-        for first in range(0, sft.num_steps, STEPS_PER_CALL):
-            per_rank: list[list[Update]] = [[] for _ in range(group.world)]
-            last = min(first + STEPS_PER_CALL, sft.num_steps)
-            for step in range(first, last):
-                batch = demonstration_batch(pairs[step * sft.batch_size : (step + 1) * sft.batch_size])
-                lr = learning_rate(step, sft.num_steps, sft.lr, Schedule.linear, sft.warmup_steps, sft.final_lr_ratio)
-                plans = plan_micro_batches(
-                    batch, Layout.padded, group.world, cfg.trainer.micro_batch_tokens, cfg.trainer.logprob_chunk_tokens
-                )
-                for rank, plan in enumerate(plans):
-                    micros = [as_micro(batch, micro) for micro in plan]
-                    per_rank[rank].append(
-                        Update(micros=micros, num_action_tokens=batch.num_action_tokens, lr=lr, version=0)
-                    )
-            results = group.call_each("sft", per_rank)
-            tokens = per_rank[0][-1].num_action_tokens
-            loss = sum(rank[-1]["loss"] for rank in results) / tokens
-            say(f"warm start {last}/{sft.num_steps}: loss {loss:.3f}, {time.monotonic() - started:.0f} s")
+        ready: Future[Any] = group.start()
+        pairs = load_demonstrations(cfg.data, sft, prepared.tokenizer, sft.num_steps * sft.batch_size, cfg.seed)
+        calls = [
+            range(first, min(first + STEPS_PER_CALL, sft.num_steps))
+            for first in range(0, sft.num_steps, STEPS_PER_CALL)
+        ]
+        updates = plan_steps(cfg, group, pairs, calls[0])
+        ready.result()
+        for number, steps in enumerate(calls):
+            running = in_thread(partial(group.call_each, "sft", updates))
+            tokens = updates[0][-1].num_action_tokens
+            if number + 1 < len(calls):
+                updates = plan_steps(cfg, group, pairs, calls[number + 1])  # while the ranks compute
+            loss = sum(replica[-1]["loss"] for replica in running.result()) / tokens
+            say(f"warm start {steps.stop}/{sft.num_steps}: loss {loss:.3f}, {time.monotonic() - started:.0f} s")
         group.call("export", str(out), cfg.model.path)
         return {"sft/loss": loss, "sft/seconds": time.monotonic() - started}
     finally:

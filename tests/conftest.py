@@ -23,3 +23,11 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from scripts.prepare_model import prepare_tiny
 
     return prepare_tiny(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def tiny_moe_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As `tiny_folder`, with experts. Read only."""
+    from scripts.prepare_model import prepare_tiny_moe
+
+    return prepare_tiny_moe(tmp_path_factory.mktemp("models") / "tiny_moe")

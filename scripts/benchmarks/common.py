@@ -9,6 +9,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from rollout.preflight import Prepared
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 1800.0
+MOST_COLUMNS = 8
 
 Row = dict[str, Any]
 Result = dict[str, Any]
@@ -43,6 +45,7 @@ FIELDS: dict[str, type | tuple[type, ...]] = {
     "ratios": dict,
     "took_s": (int, float),
 }
+LABELS: dict[str, type] = {"layout": str, "legal": bool, "reason": str}
 MACHINE_FIELDS: dict[str, type] = {"cpu": str, "cores": int, "ram_bytes": int, "os": str}
 
 
@@ -50,7 +53,8 @@ def validate(result: Mapping[str, Any]) -> None:
     """Raises ValueError, naming the place, unless `result` is as every benchmark writes it.
 
     rows: one for each measurement, with `variant` (who was measured), `repeat` (from 0) and finite figures whose names
-    end in their unit. ratios: finite and positive, or null where the yardstick was left out.
+    end in their unit, beside LABELS that describe the variant; one that was refused has a reason and no figure.
+    ratios: finite and positive, or null where the yardstick was left out.
     """
     if set(result) != set(FIELDS):
         raise ValueError(f"fields {sorted(result)}, wanted {sorted(FIELDS)}")
@@ -70,8 +74,11 @@ def validate(result: Mapping[str, Any]) -> None:
             raise ValueError(f"rows[{index}]: has no variant")
         if not isinstance(row.get("repeat"), int) or row["repeat"] < 0:
             raise ValueError(f"rows[{index}].repeat: {row.get('repeat')!r}")
-        figures = {key: value for key, value in row.items() if key not in ("variant", "repeat")}
-        if not figures:
+        for key in row.keys() & LABELS.keys():
+            if not isinstance(row[key], LABELS[key]):
+                raise ValueError(f"rows[{index}].{key}: is a {type(row[key]).__name__}")
+        figures = figures_of(row)
+        if not figures and not row.get("reason"):
             raise ValueError(f"rows[{index}]: has no figure")
         for key, value in figures.items():
             if not is_finite(value):
@@ -81,6 +88,11 @@ def validate(result: Mapping[str, Any]) -> None:
             raise ValueError(f"ratios.{name}: {ratio!r}")
     if not (is_finite(result["took_s"]) and result["took_s"] >= 0):
         raise ValueError(f"took_s: {result['took_s']!r}")
+
+
+def figures_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What was measured, without what says of whom."""
+    return {key: value for key, value in row.items() if key not in LABELS and key not in ("variant", "repeat")}
 
 
 def is_finite(value: Any) -> bool:
@@ -139,32 +151,43 @@ def medians(rows: list[Row]) -> dict[str, dict[str, float]]:
         variant: {
             key: statistics.median(row[key] for row in of)
             for key in dict.fromkeys(k for row in of for k in row)
-            if key not in ("variant", "repeat") and all(key in row for row in of)
+            if all(key in figures_of(row) for row in of)
         }
         for variant, of in variants.items()
     }
 
 
 def print_result(result: Result) -> None:
-    """The medians by variant as a table, and the ratios below it."""
-    found = medians(result["rows"])
+    """The medians as a table, of few variants side by side; how many were refused, and why; and the ratios."""
+    found = {variant: figures for variant, figures in medians(result["rows"]).items() if figures}
     columns = list(dict.fromkeys(key for figures in found.values() for key in figures))
     table = Table(title=f"{result['name']}: medians", title_justify="left")
     table.add_column("")
-    for variant in found:
-        count = sum(row["variant"] == variant for row in result["rows"])
-        table.add_column(f"{variant} ({count} runs)", justify="right")
-    for column in columns:
-        cells = [figure_text(figures[column]) if column in figures else "" for figures in found.values()]
-        table.add_row(column, *cells)
+    if len(found) <= MOST_COLUMNS:
+        for variant in found:
+            count = sum(row["variant"] == variant for row in result["rows"])
+            table.add_column(f"{variant} ({count} runs)", justify="right")
+        for column in columns:
+            cells = [figure_text(figures[column]) if column in figures else "" for figures in found.values()]
+            table.add_row(column, *cells)
+    else:
+        for column in columns:
+            table.add_column(column, justify="right")
+        for variant, figures in found.items():
+            table.add_row(variant, *(figure_text(figures[c]) if c in figures else "" for c in columns))
     console = Console()
     console.print(table)
+    refused = Counter(row["reason"] for row in result["rows"] if row.get("reason"))
+    for reason, count in refused.items():
+        console.print(f"refused ({count}): {reason}", highlight=False)
     for name, ratio in result["ratios"].items():
         console.print(f"{name}: " + ("not measured" if ratio is None else f"[bold]{ratio:.3f}[/bold]"))
 
 
 def figure_text(value: float) -> str:
-    """A number with about four digits, without an exponent."""
+    """A number with about four digits; with an exponent when it is tiny."""
+    if 0 < abs(value) < 1e-3:
+        return f"{value:.1e}"
     if value == int(value) or abs(value) >= 1000:
         return f"{value:,.0f}"
     return f"{value:.{max(0, 3 - math.floor(math.log10(abs(value))))}f}"

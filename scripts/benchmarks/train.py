@@ -15,7 +15,8 @@ import torch
 
 from actors.group import as_micro
 from actors.rank import Micro
-from conf.schema import Config, Layout
+from conf.choices import Layout
+from conf.schema import Config
 from rl.advantages import broadcast_to_tokens, group_advantages
 from rl.batching import collate, plan_micro_batches
 from rl.faults import RoleDied

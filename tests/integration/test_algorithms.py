@@ -59,6 +59,7 @@ def test_ppo_trains_the_critic_first_and_moves_the_kl_coefficient(straight: Path
     assert (straight / "checkpoints" / "step_000005" / "reference" / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_ppo_resumed_with_roles_side_by_side_equals_the_straight_run(
     straight: Path, tiny_folder: Path, tmp_path: Path
 ) -> None:
@@ -77,6 +78,7 @@ def test_ppo_resumed_with_roles_side_by_side_equals_the_straight_run(
             assert ours[1]["run_state"][name] == pytest.approx(theirs[1]["run_state"][name], rel=1e-5), name
 
 
+@pytest.mark.slow
 def test_distill_comes_nearer_to_its_teacher(tiny_folder: Path, tmp_path: Path) -> None:
     """The policy starts with strong preferences; the teacher has next to none."""
     job = train(
@@ -110,6 +112,7 @@ def test_rloo_with_a_reward_model_learns_from_both(tiny_folder: Path, tmp_path: 
     assert all(row["reward/model"] != 0 and row["policy/grad_norm"] > 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_remax_compares_with_the_greedy_answer(tiny_folder: Path, tmp_path: Path) -> None:
     job = train(tmp_path, tiny_folder, LETTERS, "algo=remax", "samples_per_prompt=1", "num_steps=2")
     rows = [row for row in read_lines(run_folder(job.folder) / "metrics.jsonl") if row["step"] >= 1]

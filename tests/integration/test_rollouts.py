@@ -11,8 +11,14 @@ from typing import Any
 import pytest
 import ray
 
+from conf.choices import Template
 from conf.errors import ConfigError
-from conf.schema import ClusterConfig, Config, DataConfig, ModelConfig, Template
+from conf.schema import (
+    ClusterConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+)
 from rl.batching import collate
 from rl.faults import RoleDied
 from rl.metrics import batch_metrics

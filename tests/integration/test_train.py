@@ -188,6 +188,7 @@ def test_resume_keeps_the_wandb_run(resumed: Path) -> None:
     assert first == second
 
 
+@pytest.mark.slow
 def test_resume_in_another_layout_equals_six_steps(copies: dict[str, Path], straight: Path, tiny_folder: Path) -> None:
     """ZeRO-1 on one rank for three steps, ZeRO-3 on two for three more."""
     more = ("trainer.zero_stage=3", "cluster.train_ranks=2", "trainer.layout=padded", "num_steps=6")

@@ -3,12 +3,15 @@
 One row at a time, no padding, no sharing, no DeepSpeed; formulas spelled out from the papers, not taken from rl/.
 """
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
-from conf.schema import Config, Optimizer
+from conf.choices import Optimizer
+from conf.schema import Config
 from rl.types import Batch
 from tests.integration.real import load_hf
 
@@ -94,5 +97,7 @@ class PlainPolicy:
         return found
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Copies of all weights, by name."""
-        return {name: p.detach().clone() for name, p in self.lm.named_parameters()}
+        """Copies of all weights, by the names that transformers gives them in a folder."""
+        with tempfile.TemporaryDirectory() as folder:
+            self.lm.save_pretrained(folder)
+            return {k: v.clone() for k, v in load_file(Path(folder) / "model.safetensors").items()}

@@ -6,7 +6,6 @@ With SGD, because Adam hides errors of scale; and with AdamW, because it is what
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,52 +14,29 @@ from safetensors.torch import load_file
 from actors.group import RankGroup, as_micro
 from actors.rank import Micro, Update
 from actors.roles import ActorPolicy
-from conf.schema import ClusterConfig, Config, Dtype, Layout, Optimizer
-from rl.batching import MicroBatch, collate, plan_micro_batches
-from rl.types import Batch, Status
-from tests.integration.real import export, load_hf, random_folder, random_ids, restart, start_ranks, started_cluster
-from tests.numerics.plain import PlainPolicy, all_logprobs
-from tests.unit.stand_ins import make_cfg, make_group
+from conf.choices import Dtype, Layout
+from rl.batching import MicroBatch, plan_micro_batches
+from rl.types import Batch
+from tests.integration.real import export, random_folder, random_ids, restart, start_ranks, started_cluster
+from tests.numerics.plain import PlainPolicy
+from tests.numerics.recipes import (
+    COMPARED,
+    RECIPES,
+    TOLERANCE,
+    Result,
+    assert_close,
+    config,
+    for_recipe,
+    plain_results,
+    ragged_batch,
+    recorded,
+    weights_of,
+)
+from tests.unit.stand_ins import make_group
 
 pytestmark = [pytest.mark.numerics, pytest.mark.timeout(180)]
 
 STAGES, RANKS = (0, 1, 2, 3), (1, 2)
-TOLERANCE = 1e-5
-TEMPERATURE = 0.8
-KL_COEF = 0.05
-
-# scored: two optimizer steps an update, against recorded old log-probabilities, so that ratios leave 1 and are clipped.
-# fused: one step, whose forward is the scoring; the gradient is clipped in every step.
-SCORED = {"num_epochs": 2, "kl_coef": KL_COEF, "clip_low": 0.1, "clip_high": 0.15}
-RECIPES: dict[str, dict[str, Any]] = {
-    "sgd": {"algo": SCORED, "trainer": {"optimizer": Optimizer.sgd, "lr": 0.05, "grad_clip": 0.0}},
-    # eps: a gradient of the size of its own rounding error would otherwise be a full step, this way or that
-    "adamw": {
-        "algo": SCORED,
-        "trainer": {"optimizer": Optimizer.adamw, "lr": 3e-4, "grad_clip": 1.0, "weight_decay": 0.01, "eps": 1e-6},
-    },
-    "sgd_fused": {
-        "algo": SCORED | {"num_epochs": 1},
-        "trainer": {"optimizer": Optimizer.sgd, "lr": 0.5, "grad_clip": 0.05},
-    },
-    "smooth": {
-        "algo": {"num_epochs": 1, "kl_coef": KL_COEF},
-        "trainer": {"optimizer": Optimizer.sgd, "lr": 0.02, "grad_clip": 0.0},
-    },
-}
-COMPARED = ("sgd", "adamw", "sgd_fused")
-
-
-def config(recipe: str, stage: int = 1, ranks: int = 1, **trainer: Any) -> Config:
-    cut = {"micro_batch_tokens": 96, "logprob_chunk_tokens": 20, "num_threads": 1, "zero_stage": stage}
-    made = RECIPES[recipe]
-    return make_cfg(
-        algo=made["algo"],
-        trainer=made["trainer"] | cut | trainer,
-        rollout={"temperature": TEMPERATURE, "max_model_len": 128, "mismatch_limit": 10.0},
-        num_steps=5,
-        cluster=ClusterConfig(train_ranks=ranks),
-    )
 
 
 @pytest.fixture(scope="module")
@@ -75,70 +51,14 @@ def groups(folder: Path) -> Iterator[dict[int, RankGroup]]:
         yield start_ranks(cluster, [config("sgd", ranks=ranks) for ranks in RANKS], folder)
 
 
-def recorded(folder: Path, groups: list[Any], seed: int) -> Batch:
-    """A batch with every array filled as if an older policy had sampled and scored it."""
-    batch = collate(groups)
-    mask = batch.action_mask
-    random = torch.Generator().manual_seed(seed)
-    now = all_logprobs(load_hf(folder), batch, TEMPERATURE)
-
-    def near(spread: float) -> torch.Tensor:
-        return torch.where(mask, now + spread * torch.randn(mask.shape, generator=random), torch.zeros(()))
-
-    batch.rollout_logprobs, batch.train_logprobs, batch.ref_logprobs = near(0.02), near(0.15), near(0.3)
-    batch.advantages = torch.where(mask, torch.randn(mask.shape, generator=random), torch.zeros(()))
-    batch.kl_coef = KL_COEF
-    return batch
-
-
 @pytest.fixture(scope="module")
 def ragged(folder: Path) -> Batch:
-    """11 valid rows: prompts of 1 to 17 tokens, responses of 1 to 16; five more were dropped."""
-    ok, lost = Status.ok, Status.engine_failed
-    shapes: list[tuple[int, dict[int, Status]]] = [
-        (5, {1: ok, 9: ok, 4: lost, 6: ok}),
-        (17, {12: ok, 3: ok, 7: ok, 2: ok}),
-        (2, {8: lost, 5: ok, 1: ok, 3: lost}),
-        (1, {4: lost, 16: ok, 2: ok, 11: lost}),
-    ]
-    made = []
-    for position, (prompt, rows) in enumerate(shapes):
-        responses = [random_ids(100 * position + n, n) for n in rows]
-        made.append(make_group(position, random_ids(position, prompt), responses, status=list(rows.values())))
-    return recorded(folder, made, seed=2)
-
-
-def for_recipe(batch: Batch, recipe: str) -> Batch:
-    return dataclasses.replace(batch, train_logprobs=None) if recipe.endswith("fused") else batch
-
-
-Result = tuple[list[dict[str, float]], dict[str, torch.Tensor], torch.Tensor]
+    return ragged_batch(folder)
 
 
 @pytest.fixture(scope="module")
 def plain(folder: Path, ragged: Batch) -> dict[str, Result]:
-    """For each recipe: the metrics of five updates, the weights and the log-probabilities after them."""
-    out = {}
-    for recipe in COMPARED:
-        policy = PlainPolicy(config(recipe), folder)
-        curve = [policy.update(for_recipe(ragged, recipe)) for _ in range(5)]
-        out[recipe] = curve, policy.weights(), all_logprobs(policy.lm, ragged, TEMPERATURE)
-    return out
-
-
-def weights_of(policy: ActorPolicy, folder: Path, out: Path) -> dict[str, torch.Tensor]:
-    """The live weights, by way of an export; the manifest of a push lists the same names and shapes."""
-    found = load_file(export(policy, folder, out) / "model.safetensors")
-    listed = {t["name"]: tuple(t["shape"]) for b in policy.manifest()["manifest"]["buckets"] for t in b["tensors"]}
-    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == listed
-    return found
-
-
-def assert_close(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], tolerance: float) -> None:
-    assert found.keys() == wanted.keys()
-    gaps = {name: float((found[name] - wanted[name]).abs().max()) for name in wanted}
-    worst = max(gaps, key=lambda name: gaps[name])
-    assert gaps[worst] <= tolerance, f"{worst}: {gaps[worst]:.2e}"
+    return plain_results(folder, ragged, COMPARED)
 
 
 def test_the_recipes_clip_and_move(plain: dict[str, Result], folder: Path) -> None:
@@ -155,22 +75,30 @@ def test_the_recipes_clip_and_move(plain: dict[str, Result], folder: Path) -> No
             assert abs(curve[0]["policy/policy_loss"] - curve[-1]["policy/policy_loss"]) > 1e-3
 
 
-@pytest.mark.parametrize("recipe", COMPARED)
-@pytest.mark.parametrize("layout", Layout)
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("stage", STAGES)
+# Every stage and layout on two ranks with sgd, and once on one rank; the other recipes once for each stage.
+CASES = [("sgd", stage, 2, layout) for stage in STAGES for layout in Layout]
+CASES += [("sgd", stage, 1, list(Layout)[stage % len(Layout)]) for stage in STAGES]
+CASES += [
+    (recipe, stage, 2, list(Layout)[(stage + shift) % len(Layout)])
+    for recipe, shift in (("adamw", 1), ("sgd_fused", 2))
+    for stage in STAGES
+]
+
+
+@pytest.mark.parametrize(("recipe", "stage", "ranks", "layout"), CASES)
 def test_five_updates_equal_plain_torch(
     groups: dict[int, RankGroup],
     folder: Path,
     ragged: Batch,
     plain: dict[str, Result],
     tmp_path: Path,
+    recipe: str,
     stage: int,
     ranks: int,
     layout: Layout,
-    recipe: str,
 ) -> None:
-    cfg = config(recipe, stage, ranks, layout=layout)
+    budget = {"micro_batch_tokens": 60} if layout is Layout.packed else {}
+    cfg = config(recipe, stage, ranks, layout=layout, **budget)
     plans = plan_micro_batches(ragged, layout, ranks, cfg.trainer.micro_batch_tokens, cfg.trainer.logprob_chunk_tokens)
     rows = [sum(len(micro.rows) for micro in plan) for plan in plans]
     assert len(plans[0]) >= 2 and sum(rows) == 11 and (ranks == 1 or rows[0] != rows[1])
@@ -248,7 +176,7 @@ def test_long_and_short_rows_cut_by_the_planner(
 # -- gradients that are not finite --
 
 
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("ranks", [2])
 @pytest.mark.parametrize("stage", STAGES)
 def test_nan_advantage_skips_the_step_and_leaves_no_trace(
     groups: dict[int, RankGroup], folder: Path, ragged: Batch, tmp_path: Path, stage: int, ranks: int
@@ -299,7 +227,7 @@ def smooth(folder: Path, ragged: Batch) -> tuple[Batch, list[dict[str, float]], 
     return batch, curve, start, flat(policy.weights())
 
 
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("ranks", [2])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_bfloat16_follows_the_fp32_curve(
     groups: dict[int, RankGroup],

@@ -15,7 +15,14 @@ import torch
 
 from actors.engine import StepResult
 from actors.host import KINDS
-from conf.schema import AlgoConfig, Config, Optimizer, RewardConfig, RolloutConfig, TrainerConfig
+from conf.choices import Optimizer
+from conf.schema import (
+    AlgoConfig,
+    Config,
+    RewardConfig,
+    RolloutConfig,
+    TrainerConfig,
+)
 from rl.aggregation import loss_weights
 from rl.batching import collate, split_mini_batches
 from rl.losses import policy_objective
@@ -396,16 +403,17 @@ class LocalEngine:
 class LocalGroup:
     """actors.group.RankGroup of one rank in this process. `calls` records (method, arguments)."""
 
-    world = 1
+    world = replicas = 1
+    quadratic_tokens = 384.0
 
     def __init__(self, cfg: Config, module: torch.nn.Module, role: str = "policy", trained: bool = True):
         rank: Any = KINDS[role](cfg, role, 0, 1, "cpu")
-        self.rank = rank
+        self.rank, self.role = rank, role
         self.rank.engine = self.rank.score = LocalEngine(module) if trained else module
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
 
-    def call_each(self, method: str, per_rank: Iterable[Any], *args: Any) -> list[Any]:
-        (own,) = per_rank
+    def call_each(self, method: str, per_replica: Iterable[Any], *args: Any) -> list[Any]:
+        (own,) = per_replica
         self.calls.append((method, (own, *args)))
         return [getattr(self.rank, method)(own, *args)]
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from conf.schema import Layout
+from conf.choices import Layout
 from rl.faults import RoleDied
 from rl.types import Prompt
 from scripts import bench
@@ -58,6 +58,8 @@ def test_a_ratio_may_be_unmeasured() -> None:
         ({"rows": [{"variant": "a", "repeat": 0}]}, "no figure"),
         ({"rows": [{"variant": "a", "repeat": 0, "took_s": float("nan")}]}, r"rows\[0\].took_s"),
         ({"rows": [{"variant": "a", "repeat": 0, "took_s": "1"}]}, r"rows\[0\].took_s"),
+        ({"rows": [{"variant": "a", "repeat": 0, "legal": "no", "took_s": 1.0}]}, r"rows\[0\].legal"),
+        ({"rows": [{"variant": "a", "repeat": 0, "reason": ""}]}, "no figure"),
         ({"ratios": {"x": 0.0}}, "ratios.x"),
         ({"ratios": {"x": float("inf")}}, "ratios.x"),
         ({"machine": {"cpu": "x"}}, "machine"),
@@ -101,7 +103,7 @@ def test_the_table_shows_medians_and_ratios(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize("name", list(bench.NAMES))
 def test_each_benchmark_has_a_file_and_the_common_arguments(name: str, model: Path, tmp_path: Path) -> None:
     out = tmp_path / "new" / "r.json"
-    with_model = [] if name in ("logprobs", "algorithms") else ["--model", str(model)]
+    with_model = [] if name in ("logprobs", "algorithms", "layouts") else ["--model", str(model)]
     args = bench.parse_args([name, "--json", str(out), "--repeats", "3", *with_model])
     assert (args.name, args.repeats, args.json) == (name, 3, out)
     assert not with_model or args.model == str(model)

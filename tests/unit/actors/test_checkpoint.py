@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +23,7 @@ from actors.checkpoint import (
     verify,
     write_shards,
 )
-from conf.schema import Optimizer
+from conf.choices import Optimizer
 from rl.faults import CheckpointError
 
 CONFIG = {"trainer": {"dtype": "float32"}, "num_steps": 3}
@@ -220,27 +220,26 @@ def test_find_whole_half_written_folder_is_no_checkpoint(root: Path, model_path:
 
 
 class StateEngine:
-    """What write_shards and read_shards need of actors.engine.Engine, over plain tensors."""
+    """An engine of plain tensors; `plain_state` has actors.checkpoint read and write them."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]], kind: Optimizer, seed: int | None = None):
-        self.spec, self._shapes, self.steps = SimpleNamespace(kind=kind), shapes, -1
+        self.spec, self.shapes, self.steps = SimpleNamespace(kind=kind), shapes, -1
         random = torch.Generator().manual_seed(seed or 0)
         kinds = ("master", *checkpoint.MOMENTS[kind])
         self.state = {} if seed is None else {
             name: {k: torch.randn(shape, generator=random) for k in kinds} for name, shape in shapes.items()
         }  # fmt: skip
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return self._shapes
 
-    def full_state(self) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-        yield from self.state.items()
+@pytest.fixture(autouse=True)
+def plain_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(engine: StateEngine, read: Callable[[str], dict[str, torch.Tensor]]) -> None:
+        engine.state |= {name: read(name) for name in engine.shapes}
 
-    def set_full_state(self, name: str, state: dict[str, torch.Tensor]) -> None:
-        self.state[name] = state
-
-    def set_optimizer_step(self, step: int) -> None:
-        self.steps = step
+    monkeypatch.setattr(checkpoint, "trained_shapes", lambda engine: engine.shapes)
+    monkeypatch.setattr(checkpoint, "full_state", lambda engine: engine.state.items())
+    monkeypatch.setattr(checkpoint, "load_full_state", load)
+    monkeypatch.setattr(checkpoint, "set_optimizer_step", lambda engine, step: setattr(engine, "steps", step))
 
 
 SHAPES = {"embed": (6, 4), "l.0.w": (4, 4), "l.0.b": (4,), "l.1.w": (4, 4), "scale": ()}

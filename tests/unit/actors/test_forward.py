@@ -10,8 +10,9 @@ import torch
 from actors.forward import Scorer, chunked_scores, require_supported, scatter
 from actors.policy import probe_batch
 from actors.rank import dummy_batch
+from conf.choices import Layout
 from conf.errors import ConfigError
-from conf.schema import Layout, RolloutConfig
+from conf.schema import RolloutConfig
 from rl.batching import collate
 from rl.losses import clipped_ratio
 from rl.types import Batch

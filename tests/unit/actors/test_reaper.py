@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import suppress
@@ -93,3 +94,44 @@ def test_marked_whole_variables_only(scene: Scene) -> None:
     found = reaper.marked(scene.mark.encode())
     assert child.pid in found
     assert other.pid not in found and os.getpid() not in found
+
+
+MAPS = [
+    sys.executable,
+    "-I",
+    "-c",
+    "import multiprocessing, sys\n"
+    "from multiprocessing import resource_tracker, shared_memory\n"
+    "resource_tracker.register = lambda *_: None\n"  # or it would clean up, as it does not after SIGKILL of both
+    "made = shared_memory.SharedMemory(create=True, size=4096)\n"
+    "lock = multiprocessing.get_context('spawn').Lock()\n"
+    "print(made.name, 'sem.' + lock._semlock.name[1:], flush=True); sys.stdin.read()",
+]
+
+
+def holder(scene: Scene, *marks: str) -> tuple[subprocess.Popen[bytes], list[Path]]:
+    env = os.environ | dict(mark.split("=", 1) for mark in marks)
+    process = subprocess.Popen(MAPS, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    scene.started.append(process)
+    assert process.stdout is not None
+    return process, [Path("/dev/shm") / name for name in process.stdout.readline().decode().split()]
+
+
+def test_reaper_unlinks_shared_memory_of_marked_processes_only(scene: Scene) -> None:
+    _, ours = holder(scene, scene.mark)
+    gone, earlier = holder(scene, scene.mark)
+    _, theirs = holder(scene)
+    try:
+        process = scene.reaper()
+        assert process.stdin is not None
+        process.stdin.write(b"look")
+        process.stdin.flush()
+        deadline = time.monotonic() + 20
+        while process.poll() is None and not reaper.shared_files([gone.pid]):
+            assert time.monotonic() < deadline
+        process.stdin.close()
+        assert process.wait(timeout=20) == 0
+        assert not any(path.exists() for path in ours + earlier) and all(path.exists() for path in theirs)
+    finally:
+        for path in ours + earlier + theirs:
+            path.unlink(missing_ok=True)

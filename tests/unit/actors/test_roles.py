@@ -10,7 +10,8 @@ import torch
 from actors.forward import Scorer, ValueScorer
 from actors.reward_model import RewardModelRank
 from actors.roles import ActorCritic, ActorRewardModel, ActorTeacher, with_next_token
-from conf.schema import Advantage, CriticConfig, Layout, PolicyLoss, TeacherConfig
+from conf.choices import Advantage, Layout, PolicyLoss
+from conf.schema import CriticConfig, TeacherConfig
 from rl.types import Batch
 from tests.unit.stand_ins import LocalGroup, make_cfg, ragged_batch, tiny_qwen3
 

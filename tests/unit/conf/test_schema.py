@@ -9,21 +9,23 @@ import pytest
 from omegaconf import OmegaConf
 
 from conf import document
+from conf.choices import (
+    Advantage,
+    Correction,
+    KlPlace,
+    PolicyLoss,
+)
 from conf.errors import ConfigError
 from conf.keys import CONF, Key, all_keys, group_choices, section_keys
 from conf.launch import compose, to_dict
 from conf.schema import (
     SECTIONS,
-    Advantage,
     AlgoConfig,
     ClusterConfig,
     Config,
-    Correction,
     CriticConfig,
     DataConfig,
-    KlPlace,
     ModelConfig,
-    PolicyLoss,
     RewardConfig,
     RewardModelConfig,
     RolloutConfig,
@@ -214,7 +216,7 @@ def test_num_optimizer_steps_ten_steps_two_epochs_two_mini_batches_is_40() -> No
         (lambda: Config(name="a/b"), ["name='a/b'"]),
         (lambda: TrainerConfig(lr=float("nan")), ["trainer.lr=nan"]),
         (lambda: TrainerConfig(lr=float("inf")), ["trainer.lr=inf", "finite"]),
-        (lambda: TrainerConfig(zero_stage=4), ["trainer.zero_stage=4"]),
+        (lambda: Config(trainer=TrainerConfig(zero_stage=4)), ["trainer.zero_stage=4"]),
         (lambda: ModelConfig(path=""), ["model.path"]),
         (lambda: RewardConfig(_target_=""), ["reward._target_"]),
         (lambda: DataConfig(), ["data._target_=null", "data.path=null"]),

@@ -15,7 +15,14 @@ from hypothesis import strategies as st
 from actors.forward import Scorer
 from actors.policy import SCORES
 from actors.rank import dummy_batch
-from conf.schema import Aggregation, Correction, KlPlace, Layout, PolicyLoss
+from conf.choices import (
+    Advantage,
+    Aggregation,
+    Correction,
+    KlPlace,
+    Layout,
+    PolicyLoss,
+)
 from rl import losses
 from rl.aggregation import loss_weights
 from rl.batching import plan_micro_batches
@@ -42,8 +49,6 @@ def lm() -> torch.nn.Module:
 
 
 def config(name: str) -> Any:
-    from conf.schema import Advantage
-
     algo = ALGORITHMS[name]
     if algo.get("loss") is PolicyLoss.divergence:
         algo = algo | {"advantage": Advantage.teacher}

@@ -1,13 +1,23 @@
 """Cutting a batch: nothing is lost or doubled, and every rank reaches every collective equally often."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from conf.choices import Layout
 from conf.errors import ConfigError
-from conf.schema import Layout
-from rl.batching import MicroBatch, NoValidTrajectories, collate, plan_micro_batches, split_mini_batches
+from rl.batching import (
+    MicroBatch,
+    NoValidTrajectories,
+    collate,
+    imbalance,
+    plan_micro_batches,
+    row_work,
+    split_mini_batches,
+)
 from rl.types import Batch, Status
 from tests.unit.stand_ins import make_cfg, make_group
 
@@ -122,6 +132,8 @@ def padded_tokens(batch: Batch, rows: list[int], layout: Layout) -> int:
     prompts, lengths = batch.prompt_len.tolist(), batch.lengths
     if layout is Layout.padded:
         return len(rows) * max(lengths[r] for r in rows)
+    if layout is Layout.packed:
+        return sum(lengths[r] for r in rows)
     groups = {int(batch.group_index[r]) for r in rows}
     return len(groups) * max(prompts[r] for r in rows) + len(rows) * max(lengths[r] - prompts[r] for r in rows)
 
@@ -182,6 +194,26 @@ def test_plan_large_budget_is_one_micro_batch_per_rank() -> None:
         assert [len(plan[0].rows) for plan in plans] == [4, 4]
 
 
+def test_plan_gives_the_larger_unit_of_a_wave_to_the_rank_with_less_work() -> None:
+    batch = batch_of([(3, [7]), (3, [6]), (3, [4]), (3, [1])])
+    plans = plan_micro_batches(batch, Layout.padded, 2, 10, 256)
+    assert sorted(batch.lengths[r] for micro in plans[0] for r in micro.rows) == [4, 10]
+    assert sorted(batch.lengths[r] for micro in plans[1] for r in micro.rows) == [7, 9]
+    assert imbalance(batch, plans, Layout.padded, math.inf) == pytest.approx(16 / 15 - 1)
+
+
+def test_row_work_counts_the_square_of_the_length() -> None:
+    batch = batch_of([(3, [7, 2])])
+    assert row_work(batch, Layout.padded, math.inf) == [10, 5]
+    # token number i stands behind i others: 1 + i / 20 each
+    by_hand = [sum(1 + (i + 0.5) / 20 for i in range(n)) for n in (10, 5)]
+    assert row_work(batch, Layout.packed, 20) == pytest.approx(by_hand)
+    shared = [
+        sum(1 + (i + 0.5) / 20 for i in range(3)) / 2 + sum(1 + (i + 0.5) / 20 for i in range(3, n)) for n in (10, 5)
+    ]
+    assert row_work(batch, Layout.shared_prefix, 20) == pytest.approx(shared)
+
+
 def test_plan_fewer_units_than_ranks_fills_up_with_dummies() -> None:
     plans = plan_micro_batches(batch_of([(3, [2, 5])]), Layout.shared_prefix, 3, 100, 4)
     assert [plan[0].rows for plan in plans] == [[0, 1], [], []]
@@ -191,5 +223,5 @@ def test_plan_fewer_units_than_ranks_fills_up_with_dummies() -> None:
 def test_plan_similar_lengths_run_together() -> None:
     batch = batch_of([(1, [2]), (1, [30]), (1, [3]), (1, [31])])
     plans = plan_micro_batches(batch, Layout.padded, 2, 40, 256)
-    assert plans[0] == [MicroBatch(rows=[3], num_chunks=1), MicroBatch(rows=[2], num_chunks=1)]
-    assert plans[1] == [MicroBatch(rows=[1], num_chunks=1), MicroBatch(rows=[0], num_chunks=1)]
+    assert plans[0] == [MicroBatch(rows=[3], num_chunks=1), MicroBatch(rows=[0], num_chunks=1)]
+    assert plans[1] == [MicroBatch(rows=[1], num_chunks=1), MicroBatch(rows=[2], num_chunks=1)]

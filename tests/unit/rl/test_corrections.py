@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conf.schema import Aggregation, AlgoConfig, Correction
+from conf.choices import Aggregation, Correction
+from conf.schema import AlgoConfig
 from rl.aggregation import loss_weights
 from rl.correction import correction_weights
 from rl.kl import adapt

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conf.schema import Advantage, AlgoConfig, KlPlace, RewardConfig, Truncated
+from conf.choices import Advantage, KlPlace, Truncated
+from conf.schema import AlgoConfig, RewardConfig
 from rl import rewards
 from rl.advantages import estimate, generalized_advantages, leave_one_out, returns_to_go, whiten
 from rl.batching import collate

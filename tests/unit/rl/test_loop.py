@@ -11,7 +11,8 @@ import torch
 
 from actors.forward import Scorer
 from actors.roles import ActorPolicy
-from conf.schema import Config, Layout
+from conf.choices import Layout
+from conf.schema import Config
 from rl.advantages import broadcast_to_tokens, group_advantages
 from rl.batching import NoValidTrajectories
 from rl.loop import run, scores_before_update

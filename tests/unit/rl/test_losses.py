@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from actors.forward import Scorer
 from actors.policy import SCORES
 from actors.rank import dummy_batch
-from conf.schema import KlEstimator, Layout
+from conf.choices import KlEstimator, Layout
 from rl import losses
 from rl.batching import MicroBatch, plan_micro_batches
 from rl.losses import clipped_ratio, kl_penalty

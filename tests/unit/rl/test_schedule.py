@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from actors.engine import StepResult
 from actors.rank import UpdateResult
 from actors.roles import ActorPolicy
-from conf.schema import Schedule
+from conf.choices import Schedule
 from rl.advantages import broadcast_to_tokens, group_advantages
 from rl.batching import collate
 from rl.schedule import learning_rate, warmup_steps
@@ -64,7 +64,8 @@ class RecordingGroup:
     """Ranks that keep what they were told and train nothing."""
 
     def __init__(self, world: int):
-        self.world, self.rates = world, list[float]()
+        self.replicas, self.rates = world, list[float]()
+        self.quadratic_tokens = 100.0
 
     def call_each(self, method: str, updates: Any) -> list[Any]:
         self.rates += [update.lr for update in updates[0]]

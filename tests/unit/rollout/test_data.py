@@ -9,8 +9,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from conf.choices import Template
 from conf.errors import ConfigError
-from conf.schema import DataConfig, SftConfig, Template
+from conf.schema import DataConfig, SftConfig
 from rollout.data import load_demonstrations, load_records, load_tokenizer, render_prompts
 
 PAD, EOS, BOS = 0, 1, 2

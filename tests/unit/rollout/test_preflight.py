@@ -6,12 +6,14 @@ import shutil
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from actors.checkpoint import file_crc, publish
 from actors.resume import resolve_start
+from conf.choices import Layout, Template
 from conf.errors import ConfigError
 from conf.launch import to_dict
 from conf.schema import (
@@ -19,12 +21,13 @@ from conf.schema import (
     Config,
     DataConfig,
     EvaluationConfig,
+    LoraConfig,
     ModelConfig,
     RewardConfig,
     RolloutConfig,
-    Template,
+    TrainerConfig,
 )
-from rollout.preflight import Prepared, prepare, require_disk
+from rollout.preflight import Prepared, prepare, require_disk, require_memory
 
 HEADS, CONTEXT = 4, 1024  # of the tiny model
 GIGABYTE = 10**9
@@ -108,6 +111,7 @@ def check(cfg: Config) -> Prepared:
     """Everything that scripts/train.py checks before it starts anything, in its order."""
     prepared = prepare(cfg)
     require_disk(cfg, prepared.shapes)
+    require_memory(cfg, prepared.shapes, "cpu")
     resolve_start(cfg, to_dict(cfg), prepared.shapes)
     return prepared
 
@@ -175,6 +179,50 @@ def test_chat_template_missing_where_chat_is_asked(scene: Scene) -> None:
     for piece in ["data.template=chat", str(scene.model), "no chat template", "data.template=plain"]:
         assert piece in message
     check(scene.cfg())  # plain text needs none
+
+
+# Layouts
+
+
+@pytest.mark.parametrize(
+    ("model", "trainer", "pieces"),
+    [
+        ({"num_attention_heads": 9, "num_key_value_heads": 3}, {"sp": 2}, ["trainer.sp=2", "9 attention heads"]),
+        ({}, {"ep": 2}, ["trainer.ep=2", "qwen3 has no experts"]),
+    ],
+)
+def test_model_that_the_layout_cannot_cut(
+    scene: Scene, model: dict[str, Any], trainer: dict[str, Any], pieces: list[str]
+) -> None:
+    scene.edit("config.json", **model)
+    trainer = {"layout": Layout.padded} | trainer
+    message = refusal(scene.cfg(trainer=TrainerConfig(**trainer), cluster=ClusterConfig(train_ranks=2)))
+    for piece in [*pieces, str(scene.model / "config.json")]:
+        assert piece in message
+
+
+def test_adapters_for_a_matrix_that_is_not_there(scene: Scene) -> None:
+    message = refusal(scene.cfg(lora=LoraConfig(rank=4, targets=["q_proj", "wq"])))
+    for piece in ["lora.targets=['q_proj', 'wq']", "called wq", "down_proj, gate_proj, k_proj"]:
+        assert piece in message
+    check(scene.cfg(lora=LoraConfig(rank=4, targets=["q_proj"])))
+
+
+@pytest.mark.parametrize(
+    ("device", "offload", "refused"), [("cpu", False, True), ("cuda", False, False), ("cuda", True, True)]
+)
+def test_state_that_this_machine_cannot_hold(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, device: str, offload: bool, refused: bool
+) -> None:
+    """0.1M parameters: 1.6 MB of AdamW state in fp32 on one rank, of which 1.2 MB are offloaded."""
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=1_000_000))
+    cfg = scene.cfg(trainer=TrainerConfig(offload_optimizer=offload))
+    shapes = prepare(cfg).shapes
+    if not refused:
+        require_memory(cfg, shapes, device)
+        return
+    with pytest.raises(ConfigError, match=r"trainer.zero_stage=1, cluster.train_ranks=1.*which has 0.0 GB"):
+        require_memory(cfg, shapes, device)
 
 
 # Sizes

@@ -9,8 +9,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from conf.choices import Advantage
 from conf.errors import ConfigError
-from conf.schema import Advantage, AlgoConfig, Config, CriticConfig, RewardModelConfig, TeacherConfig
+from conf.schema import (
+    AlgoConfig,
+    Config,
+    CriticConfig,
+    RewardModelConfig,
+    TeacherConfig,
+)
 from rollout.data import load_tokenizer
 from rollout.role_models import check_role_models
 

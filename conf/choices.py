@@ -1,0 +1,107 @@
+"""The choices that configuration keys offer: lower-case members, spelt as in YAML."""
+
+from enum import Enum
+
+
+class Dtype(Enum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+class Schedule(Enum):
+    constant = "constant"
+    linear = "linear"
+    cosine = "cosine"
+
+
+class Optimizer(Enum):
+    adamw = "adamw"
+    sgd = "sgd"
+
+
+class Layout(Enum):
+    """How rows become micro-batches: each row whole, rows one behind another, or siblings that share their prompt."""
+
+    padded = "padded"
+    packed = "packed"
+    shared_prefix = "shared_prefix"
+
+
+class Recompute(Enum):
+    """What the forward pass leaves out, to be computed again in the backward pass: nothing, all but the results of
+    matrix products and attention, or everything but each layer's input."""
+
+    none = "none"
+    selective = "selective"
+    full = "full"
+
+
+class KlEstimator(Enum):
+    k1 = "k1"
+    k2 = "k2"
+    k3 = "k3"
+    k3_ratio = "k3_ratio"
+
+
+class Advantage(Enum):
+    """How advantages are estimated: see docs/algorithms.md and rl/advantages.py."""
+
+    group = "group"
+    rloo = "rloo"
+    remax = "remax"
+    reinforce_pp = "reinforce_pp"
+    reinforce_pp_baseline = "reinforce_pp_baseline"
+    gae = "gae"
+    teacher = "teacher"
+
+
+class PolicyLoss(Enum):
+    """The loss of one token: see docs/algorithms.md and rl/losses.py."""
+
+    clip = "clip"
+    gspo = "gspo"
+    gmpo = "gmpo"
+    cispo = "cispo"
+    sapo = "sapo"
+    reinforce = "reinforce"
+    decoupled = "decoupled"
+    divergence = "divergence"
+
+
+class Aggregation(Enum):
+    token_mean = "token_mean"
+    sequence_mean = "sequence_mean"
+    sequence_sum = "sequence_sum"
+
+
+class KlPlace(Enum):
+    loss = "loss"
+    reward = "reward"
+
+
+class Correction(Enum):
+    none = "none"
+    truncate = "truncate"
+    band = "band"
+    mask_token = "mask_token"
+    mask_sequence = "mask_sequence"
+    mask_geometric = "mask_geometric"
+
+
+class Truncated(Enum):
+    keep = "keep"
+    mask = "mask"
+    punish = "punish"
+
+
+class Device(Enum):
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Template(Enum):
+    """chat: the tokenizer's chat template. plain: the text as it is, with the tokenizer's own special tokens."""
+
+    chat = "chat"
+    plain = "plain"

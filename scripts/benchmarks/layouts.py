@@ -1,0 +1,366 @@
+"""Every layout of two training ranks on a small model: the same numbers as one process, its speed and its memory.
+
+For each legal layout: five SGD updates against one process of plain torch (losses and gradients), training tokens per
+second against plain DistributedDataParallel on as many processes, and the bytes of tensors that a rank holds. For each
+illegal one: the reason. The models have 3 million parameters and random weights; one is dense, the other has experts.
+"""
+
+import argparse
+import dataclasses
+import statistics
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from actors.forward import Scorer
+from actors.group import RankGroup, as_micro, layout_of, plan_ranks, wait_all
+from actors.rank import Micro
+from actors.roles import ActorPolicy, plan_updates
+from conf.choices import Dtype, Layout, Optimizer, Recompute
+from conf.layout import TrainLayout, every_layout
+from conf.schema import AlgoConfig, ClusterConfig, Config, ModelConfig, RolloutConfig, TrainerConfig
+from rl.batching import collate
+from rl.losses import clipped_ratio
+from rl.plan.memory import elements_of, state_bytes
+from rl.types import Batch, Group, Prompt, Trajectory
+from scripts.benchmarks.common import Result, Row, Yardstick, environment_of, make_result, say
+from weightsync.folder import folder_shapes
+
+RANKS = 2
+UPDATES = 5
+VOCABULARY = 64
+LR = 0.05
+SHAPES = [(24, (40, 12, 33, 7)), (9, (60, 48, 5, 21)), (40, (16, 16, 30, 52)), (3, (70, 2, 44, 28))] * 2
+
+
+def model_folder(out: Path, experts: bool) -> Path:
+    """A random model of 3 million parameters."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    common: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+        "intermediate_size": 768,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+    }
+    torch.manual_seed(0)
+    if experts:
+        config: Any = Qwen3MoeConfig(
+            **common, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=96, norm_topk_prob=True
+        )
+        lm: Any = Qwen3MoeForCausalLM(config)
+    else:
+        lm = Qwen3ForCausalLM(Qwen3Config(**common))
+    with torch.no_grad():
+        for parameter in lm.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(3.0)  # so that every layer matters
+    lm.save_pretrained(out)
+    return out
+
+
+def config_of(layout: TrainLayout, folder: Path, optimizer: Optimizer) -> Config:
+    """The configuration of a layout; everything else is the same for all."""
+    fields = {key: value for key, value in vars(layout).items() if key != "ranks"}
+    trainer = TrainerConfig(
+        **fields,
+        layout=Layout.padded,
+        optimizer=optimizer,
+        lr=LR if optimizer is Optimizer.sgd else 0.0,
+        grad_clip=0.0,
+        micro_batch_tokens=768,
+        logprob_chunk_tokens=512,
+        num_threads=1,
+    )
+    return Config(
+        prompts_per_step=len(SHAPES),
+        samples_per_prompt=4,
+        num_steps=1000,
+        algo=AlgoConfig(kl_coef=0.05),
+        model=ModelConfig(path=str(folder)),
+        rollout=RolloutConfig(mismatch_limit=100.0),
+        trainer=trainer,
+        cluster=ClusterConfig(train_ranks=layout.ranks),
+    )
+
+
+def random_batch() -> Batch:
+    """32 rows of 5 to 110 tokens in 8 groups, with everything that an update reads, from a fixed seed."""
+    random = torch.Generator().manual_seed(0)
+    groups = []
+    for position, (prompt, responses) in enumerate(SHAPES):
+        rows = [torch.randint(0, VOCABULARY, (prompt + n,), generator=random).tolist() for n in responses]
+        trajectories = [
+            Trajectory(
+                token_ids=rows[0][:prompt] + row[prompt:],
+                prompt_len=prompt,
+                action_mask=[False] * prompt + [True] * (len(row) - prompt),
+                logprobs=[0.0] * len(row),
+                versions=[-1] * prompt + [0] * (len(row) - prompt),
+                reward=0.0,
+            )
+            for row in rows
+        ]
+        record = Prompt(index=position, token_ids=rows[0][:prompt], record={})
+        groups.append(Group(position=position, prompt=record, trajectories=trajectories, version=0))
+    batch = collate(groups)
+    mask = batch.action_mask
+    zeros = torch.zeros(mask.shape)
+    batch.advantages = torch.where(mask, torch.randn(mask.shape, generator=random), zeros)
+    batch.ref_logprobs = torch.where(mask, -4 + 0.3 * torch.randn(mask.shape, generator=random), zeros)
+    batch.rollout_logprobs = batch.ref_logprobs.clone()
+    batch.kl_coef = 0.05
+    return batch
+
+
+# -- one process of plain torch --
+
+
+def plain_updates(folder: Path, batch: Batch) -> tuple[list[float], list[dict[str, torch.Tensor]]]:
+    """Losses of five SGD updates, and the folder's weights before each and at the end; row by row."""
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    lm: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    losses: list[float] = []
+    weights: list[dict[str, torch.Tensor]] = []
+
+    def keep() -> None:
+        with tempfile.TemporaryDirectory() as out:
+            lm.save_pretrained(out)
+            weights.append({k: v.clone() for k, v in load_file(Path(out) / "model.safetensors").items()})
+
+    keep()
+    assert batch.advantages is not None and batch.ref_logprobs is not None
+    for _ in range(UPDATES):
+        lm.zero_grad()
+        total = 0.0
+        for row, length in enumerate(batch.lengths):
+            ids, taken = batch.tokens[row, :length], batch.action_mask[row, 1:length]
+            logprobs = lm(ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0][taken]
+            mask = batch.action_mask[row]
+            ratio = (logprobs - logprobs.detach()).exp()
+            gap = logprobs - batch.ref_logprobs[row][mask]
+            loss = (-ratio * batch.advantages[row][mask] + 0.05 * gap.square() / 2).sum() / batch.num_action_tokens
+            loss.backward()
+            total += float(loss.detach())
+        losses.append(total)
+        with torch.no_grad():
+            for parameter in lm.parameters():
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=LR)
+        keep()
+    return losses, weights
+
+
+def largest_gradient_gap(found: dict[str, torch.Tensor], before: Any, after: Any) -> float:
+    """Largest relative difference of a tensor's gradient (Euclidean), from the way that one SGD update took it.
+
+    Tensors that hardly move, less than a thousandth of the largest, are compared with that.
+    """
+    moved = {name: (after[name] - before[name]).norm() for name in before}
+    floor = 1e-3 * max(float(norm) for norm in moved.values())
+    return max(float((found[name] - after[name]).norm()) / max(float(moved[name]), floor) for name in before)
+
+
+# -- plain DistributedDataParallel --
+
+
+class DdpRank:
+    """The yardstick: one of two processes of torch's DistributedDataParallel with fused AdamW."""
+
+    def __init__(self, folder: str, rank: int, port: int, cfg: Config):
+        import torch.distributed as dist
+
+        from actors.rank import load_lm
+
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
+        lm = load_lm(folder, cfg.model.attention, Dtype.float32, "cpu")
+        self.model = torch.nn.parallel.DistributedDataParallel(Scorer(lm, 1.0, Layout.padded))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0, fused=True)
+        self.cfg = cfg
+
+    def update(self, micros: list[Micro], num_action_tokens: int) -> float:
+        """One optimizer step; its seconds."""
+        import contextlib
+
+        started = time.monotonic()
+        algo = self.cfg.algo
+        for index, micro in enumerate(micros):
+            batch = micro.batch
+            assert batch is not None and batch.advantages is not None and batch.ref_logprobs is not None
+            quiet = self.model.no_sync() if index + 1 < len(micros) else contextlib.nullcontext()
+            with quiet:
+                logprobs, *_ = self.model(batch, micro.num_chunks)
+                loss, _ = clipped_ratio(
+                    logprobs, logprobs.detach(), batch.advantages, batch.action_mask, algo.clip_low, algo.clip_high
+                )
+                gap = torch.where(batch.action_mask, logprobs - batch.ref_logprobs, 0.0)
+                ((loss + 0.05 * gap.square() / 2).sum() / num_action_tokens * RANKS).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return time.monotonic() - started
+
+
+def ddp_seconds(
+    env: dict[str, str], folder: Path, cfg: Config, micros: list[list[Micro]], batch: Batch, n: int
+) -> float:
+    """Median seconds of an update, the slower process counting; the first is left out."""
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = probe.getsockname()[1]
+    with ThreadPoolExecutor(RANKS) as pool:
+        ranks = list(pool.map(lambda r: Yardstick(f"{__name__}:DdpRank", env, str(folder), r, port, cfg), range(RANKS)))
+        try:
+            took = [
+                max(pool.map(lambda r: ranks[r].call("update", micros[r], batch.num_action_tokens), range(RANKS)))
+                for _ in range(n + 1)
+            ]
+        finally:
+            for rank in ranks:
+                rank.close()
+    return statistics.median(took[1:])
+
+
+# -- Tandem --
+
+
+def restart(group: RankGroup, cfg: Config, folder: Path) -> ActorPolicy:
+    """Has the group's processes load the model again, in another layout."""
+    from actors.engine import optimizer_spec
+
+    def adopt(host: Any) -> None:
+        host.cfg = cfg
+
+    wait_all([a.__ray_call__.remote(adopt) for a in group.actors], group.names, "adopt", 60)
+    group.cfg, group._args = cfg, (str(folder), optimizer_spec(cfg.trainer))
+    group.layout = layout_of(cfg, "policy", trained=True)
+    group.start().result()
+    return ActorPolicy(cfg, group)
+
+
+def measure_layout(
+    group: RankGroup, layout: TrainLayout, folder: Path, batch: Batch, plain: Any, repeats: int
+) -> dict[str, float]:
+    """Differences from plain torch, seconds of an update, and bytes of a rank."""
+    from safetensors.torch import load_file
+
+    losses, weights = plain
+    policy = restart(group, config_of(layout, folder, Optimizer.sgd), folder)
+    gaps, gradients = [], []
+    for step in range(UPDATES):
+        metrics = policy.update(batch, step, step)
+        gaps.append(abs(metrics["policy/policy_loss"] + 0.05 * metrics["policy/kl"] - losses[step]))
+        if step in (0, UPDATES - 1):
+            with tempfile.TemporaryDirectory() as out:
+                group.call("export", f"{out}/hf", str(folder))
+                found = load_file(f"{out}/hf/model.safetensors")
+            gradients.append(largest_gradient_gap(found, weights[step], weights[step + 1]))
+    policy = restart(group, config_of(layout, folder, Optimizer.adamw), folder)
+    took = []
+    for step in range(repeats + 1):
+        started = time.monotonic()
+        policy.update(batch, step, step)
+        took.append(time.monotonic() - started)
+    updates = plan_updates(group, policy.cfg, batch, 0, lambda _: 0.0, 0, 100.0)
+    held, peak = (max(found) for found in zip(*group.call_each("measured_update", updates), strict=True))
+    return {
+        "max_loss_diff": max(gaps),
+        "max_grad_rel_diff": gradients[0],
+        "update_s": statistics.median(took[1:]),
+        "state_bytes": held,
+        "peak_bytes": peak,
+    }
+
+
+def measure(args: argparse.Namespace) -> Result:
+    from actors.cluster import Cluster
+    from actors.engine import optimizer_spec
+
+    batch, rows = random_batch(), list[Row]()
+    with tempfile.TemporaryDirectory() as scratch:
+        folders = {False: model_folder(Path(scratch) / "dense", False), True: model_folder(Path(scratch) / "moe", True)}
+        cluster = Cluster(ClusterConfig(start_timeout_s=300))
+        try:
+            any_legal = next(x for x in every_layout(RANKS, Dtype.float32) if x.refusal() is None)
+            first = config_of(any_legal, folders[False], Optimizer.sgd)
+            group = RankGroup(first, cluster, "policy", str(folders[False]), optimizer_spec(first.trainer))
+            group.start().result()
+            env = environment_of(group.actors[0])
+            for experts, folder in folders.items():
+                rows += measure_model(args, group, folder, experts, batch, env)
+        finally:
+            cluster.stop()
+    return make_result(args, rows, worst_ratios(rows), ranks=RANKS, updates=UPDATES, num_tokens=sum(batch.lengths))
+
+
+def measure_model(
+    args: argparse.Namespace, group: RankGroup, folder: Path, experts: bool, batch: Batch, env: dict[str, str]
+) -> list[Row]:
+    """The rows of one model: layouts with ep are for the one with experts, those without it for the dense one."""
+    plain = plain_updates(folder, batch)
+    rows: list[Row] = []
+    everything = [x for x in every_layout(RANKS, Dtype.float32) if (x.ep > 1) == experts]
+    if not args.all:
+        everything = [x for x in everything if x.recompute is Recompute.none or is_plainest(x)]
+    legal = [x for x in everything if x.refusal() is None]
+    cfg = config_of(legal[0], folder, Optimizer.adamw)
+    group.cfg, group.layout = cfg, cfg.train_layout
+    spread = dataclasses.replace(cfg.train_layout, sp=1, tp=1, ep=1)
+    group.layout = spread
+    micros = [[as_micro(batch, micro) for micro in plan] for plan in plan_ranks(group, cfg, batch)]
+    elements = elements_of(folder_shapes(folder))  # the head is tied, and so not in the folder
+    for number, layout in enumerate(legal):
+        if number % 12 == 0:  # again now and then: the machine may have changed
+            ddp_s = ddp_seconds(env, folder, cfg, micros, batch, args.repeats)
+        found = measure_layout(group, layout, folder, batch, plain, args.repeats)
+        predicted = state_bytes(layout, elements, num_moments=2)
+        row = {
+            "variant": f"{'moe ' if experts else ''}{layout.label()}",
+            "repeat": 0,
+            "layout": layout.label(),
+            "legal": True,
+            "reason": "",
+            **found,
+            "tok_s_ratio": ddp_s / found["update_s"],
+            "predicted_bytes": predicted.total,
+        }
+        rows.append(row)
+        say(
+            f"{number + 1}/{len(legal)} {row['variant']}: loss {found['max_loss_diff']:.1e}, gradient "
+            f"{found['max_grad_rel_diff']:.1e}, {row['tok_s_ratio']:.2f} of DDP, "
+            f"state {found['state_bytes'] / 1e6:.1f} MB (predicted {predicted.total / 1e6:.1f}), "
+            f"peak {found['peak_bytes'] / 1e6:.1f} MB"
+        )
+    for layout in everything:
+        reason = layout.refusal()
+        if reason is not None:
+            label = layout.label()
+            rows.append({"variant": label, "repeat": 0, "layout": label, "legal": False, "reason": reason})
+    return rows
+
+
+def is_plainest(layout: TrainLayout) -> bool:
+    """Nothing but a stage and one way to spread it."""
+    return layout.hpz == 1 and not layout.offload_optimizer and not layout.offload_parameters
+
+
+def worst_ratios(rows: list[Row]) -> dict[str, float | None]:
+    """The slowest plain data-parallel layout of each stage against DDP."""
+    found: dict[str, float | None] = {}
+    for stage in range(4):
+        match = [r["tok_s_ratio"] for r in rows if r["variant"] == f"zero{stage} dp2"]
+        found[f"zero{stage}_vs_ddp"] = match[0] if match else None
+    return found

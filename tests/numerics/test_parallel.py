@@ -1,0 +1,176 @@
+"""Every legal layout on two ranks gives what one process of plain torch gives.
+
+The list comes from the code that decides what is legal, so none is forgotten.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.checkpoint import read_manifest
+from actors.group import RankGroup
+from actors.roles import ActorPolicy
+from conf.choices import Dtype, Layout, Recompute
+from conf.layout import TrainLayout, every_layout
+from rl.types import Batch
+from tests.integration.real import random_folder, restart, start_ranks, started_cluster
+from tests.numerics.recipes import (
+    TOLERANCE,
+    Result,
+    assert_close,
+    config,
+    for_recipe,
+    plain_results,
+    ragged_batch,
+    weights_of,
+)
+
+pytestmark = [pytest.mark.numerics, pytest.mark.timeout(180)]
+
+LEGAL = [layout for layout in every_layout(2, Dtype.float32) if layout.refusal() is None]
+DENSE = [layout for layout in LEGAL if layout.ep == 1]
+EXPERTS = [layout for layout in LEGAL if layout.ep == 2]
+# Each stage with each way to spread it, and each further choice once; all the others are among the slow tests.
+FURTHER = (
+    "zero1 dp1 sp2 recompute=selective",
+    "zero2 dp1 tp2 recompute=full",
+    "zero3 dp1 sp2 recompute=full",
+    "zero2 dp2 offload=optimizer",
+    "zero3 dp1 sp2 offload=optimizer+parameters",
+    "zero3 dp2 hpz2",
+    "zero3 dp2 ep2 offload=optimizer",
+)
+CLIPPED = ("zero0 dp1 tp2", "zero1 dp1 tp2", "zero2 dp1 sp2", "zero3 dp1 sp2", "zero1 dp2 offload=optimizer")
+
+
+def quick(layout: TrainLayout) -> bool:
+    plain = layout.recompute is Recompute.none and layout.hpz == 1 and not layout.offload_optimizer
+    return plain or layout.label() in FURTHER
+
+
+def cases(layouts: list[TrainLayout]) -> list[Any]:
+    return [pytest.param(x, id=x.label(), marks=[] if quick(x) else [pytest.mark.slow]) for x in layouts]
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_folder(tiny_folder, tmp_path_factory.mktemp("parallel") / "model", seed=1)
+
+
+@pytest.fixture(scope="module")
+def moe_folder(tiny_moe_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_folder(tiny_moe_folder, tmp_path_factory.mktemp("parallel") / "moe", seed=1)
+
+
+@pytest.fixture(scope="module")
+def group(folder: Path) -> Iterator[RankGroup]:
+    with started_cluster() as cluster:
+        yield start_ranks(cluster, [config("sgd", ranks=2)], folder)[2]
+
+
+@pytest.fixture(scope="module")
+def dense(folder: Path) -> tuple[Batch, dict[str, Result]]:
+    batch = ragged_batch(folder)
+    return batch, plain_results(folder, batch, ("sgd", "sgd_fused"))
+
+
+@pytest.fixture(scope="module")
+def moe(moe_folder: Path) -> tuple[Batch, dict[str, Result]]:
+    batch = ragged_batch(moe_folder)
+    return batch, plain_results(moe_folder, batch, ("sgd", "sgd_fused"))
+
+
+def layout_config(layout: TrainLayout, recipe: str = "sgd", rows: Layout | None = None) -> Any:
+    fields = {key: value for key, value in vars(layout).items() if key not in ("ranks", "zero_stage")}
+    able = layout.sp == 1 and layout.recompute is Recompute.none
+    return config(
+        recipe, layout.zero_stage, 2, layout=rows or (Layout.shared_prefix if able else Layout.padded), **fields
+    )
+
+
+def assert_equals_plain(
+    policy: ActorPolicy, batch: Batch, wanted: Result, source: Path, out: Path, recipe: str
+) -> None:
+    curve, weights, logprobs = wanted
+    for number, row in enumerate(curve):
+        found = policy.update(for_recipe(batch, recipe), number * policy.cfg.algo.num_epochs, number)
+        assert {name: found[name] for name in row} == pytest.approx(row, abs=TOLERANCE)
+        assert found["policy/skipped_steps"] == 0
+    assert_close(weights_of(policy, source, out), weights, TOLERANCE)
+    gaps = (policy.logprobs(batch) - logprobs)[batch.action_mask].abs()
+    assert float(gaps.mean()) <= TOLERANCE and float(gaps.max()) <= 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("layout", cases(DENSE))
+def test_five_updates_in_every_layout_equal_plain_torch(
+    group: RankGroup, folder: Path, dense: tuple[Batch, dict[str, Result]], tmp_path: Path, layout: TrainLayout
+) -> None:
+    policy = restart(group, layout_config(layout), folder)
+    assert_equals_plain(policy, dense[0], dense[1]["sgd"], folder, tmp_path / "hf", "sgd")
+
+
+@pytest.mark.parametrize("layout", cases(EXPERTS))
+def test_five_updates_in_every_expert_layout_equal_plain_torch(
+    group: RankGroup, moe_folder: Path, moe: tuple[Batch, dict[str, Result]], tmp_path: Path, layout: TrainLayout
+) -> None:
+    policy = restart(group, layout_config(layout), moe_folder)
+    assert_equals_plain(policy, moe[0], moe[1]["sgd"], moe_folder, tmp_path / "hf", "sgd")
+
+
+@pytest.mark.parametrize("layout", [x for x in DENSE if x.label() in CLIPPED], ids=TrainLayout.label)
+def test_gradient_is_clipped_by_its_global_norm_in_every_layout(
+    group: RankGroup, folder: Path, dense: tuple[Batch, dict[str, Result]], tmp_path: Path, layout: TrainLayout
+) -> None:
+    policy = restart(group, layout_config(layout, "sgd_fused"), folder)
+    assert_equals_plain(policy, dense[0], dense[1]["sgd_fused"], folder, tmp_path / "hf", "sgd_fused")
+
+
+# -- checkpoints: saved in one layout, read in another --
+
+SAVED = [
+    "zero0 dp1 tp2",
+    "zero1 dp1 sp2",
+    "zero2 dp1 tp2",
+    "zero3 dp2",
+    "zero3 dp2 hpz2",
+    "zero1 dp2 offload=optimizer",
+]
+
+
+@pytest.mark.parametrize("saved", SAVED)
+def test_checkpoint_of_one_layout_continues_in_another(
+    group: RankGroup, folder: Path, dense: tuple[Batch, dict[str, Result]], tmp_path: Path, saved: str
+) -> None:
+    """AdamW: two updates, a checkpoint, and a third one after it was read by the next layout of the list."""
+    by_name = {layout.label(): layout for layout in LEGAL}
+    other = SAVED[(SAVED.index(saved) + 1) % len(SAVED)]
+    batch = dense[0]
+    cfg = layout_config(by_name[saved], "adamw")
+    policy = restart(group, cfg, folder)
+    for number in range(2):
+        policy.update(batch, number * 2, number)
+    entries = save(policy, tmp_path / "checkpoint")
+    wanted = policy.update(batch, 4, 2)
+    weights = weights_of(policy, folder, tmp_path / "straight")
+    second = restart(group, layout_config(by_name[other], "adamw"), folder)
+    second.group.call("load", str(tmp_path / "checkpoint"))
+    assert read_manifest(tmp_path / "checkpoint")["files"] == entries
+    found = second.update(batch, 4, 2)
+    for name in ("policy/policy_loss", "policy/kl", "policy/grad_norm", "policy/entropy"):
+        assert found[name] == pytest.approx(wanted[name], abs=TOLERANCE)
+    assert_close(weights_of(second, folder, tmp_path / "resumed"), weights, TOLERANCE)
+
+
+def save(policy: ActorPolicy, folder: Path) -> list[dict[str, Any]]:
+    """A checkpoint as actors.checkpoint publishes it, in the folder itself."""
+    from actors.checkpoint import FORMAT
+    from rl.run_folder import write_json
+
+    folder.mkdir()
+    entries: list[dict[str, Any]] = [e for rank in policy.group.call("save", str(folder)) for e in rank]
+    roles = {"policy": policy.group.call("state")[0]}
+    manifest = {"format": FORMAT, "step": 2, "files": entries, "run_state": {}, "config": {}, "roles": roles}
+    write_json(folder / "manifest.json", manifest)
+    return entries

@@ -1,0 +1,67 @@
+"""State of a rank by the layout alone, against the table of the ZeRO paper."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from conf.choices import Dtype, Layout
+from conf.layout import TrainLayout
+from conf.schema import ClusterConfig
+from rl.plan.memory import Elements, elements_of, state_bytes
+from tests.unit.stand_ins import make_cfg
+
+
+def layout(ranks: int, **trainer: Any) -> TrainLayout:
+    cluster = ClusterConfig(train_ranks=ranks)
+    return make_cfg(trainer={"layout": Layout.padded} | trainer, cluster=cluster, prompts_per_step=64).train_layout
+
+
+@pytest.mark.parametrize(("stage", "gigabytes"), [(1, 31.4), (2, 16.6), (3, 1.88)])
+def test_state_is_that_of_the_zero_paper(stage: int, gigabytes: float) -> None:
+    """Rajbhandari et al. 2020, figure 1: 7.5 billion parameters in bf16 with Adam on 64 ranks (of 120 GB whole)."""
+    found = state_bytes(layout(64, zero_stage=stage, dtype=Dtype.bfloat16), Elements(whole=7_500_000_000), 2)
+    assert found.total / 1e9 == pytest.approx(gigabytes, rel=0.005)
+
+
+def test_stage_0_in_fp32_has_no_master_copy() -> None:
+    found = state_bytes(layout(1, zero_stage=0), Elements(whole=100), 2)
+    assert (found.weights, found.master, found.moments, found.gradients) == (400, 0, 800, 400)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_tensor_parallel_ranks_hold_a_part_of_the_matrices(stage: int) -> None:
+    """Four ranks, two of them for each matrix: as two ranks with half of the matrices."""
+    cut = state_bytes(layout(4, zero_stage=stage, tp=2), Elements(whole=100, matrices=1000), 2)
+    half = state_bytes(layout(2, zero_stage=stage), Elements(whole=100, matrices=500), 2)
+    assert cut == half
+
+
+def test_sequence_parallel_ranks_partition_as_data_parallel_ones() -> None:
+    assert state_bytes(layout(4, sp=4), Elements(whole=80), 2) == state_bytes(layout(4), Elements(whole=80), 2)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_experts_are_spread_and_the_rest_is_not(stage: int) -> None:
+    spread, elements = layout(4, zero_stage=stage, ep=4), Elements(whole=40, experts=400)
+    found = state_bytes(spread, elements, 2)
+    dense = state_bytes(dataclasses.replace(spread, ep=1), Elements(whole=40), 2)
+    alone = state_bytes(layout(1, zero_stage=stage), Elements(whole=100), 2)
+    assert found.total == pytest.approx(dense.total + alone.total)
+
+
+def test_second_partition_is_one_more_copy_over_its_ranks() -> None:
+    plain = state_bytes(layout(4, zero_stage=3), Elements(whole=80), 2)
+    second = state_bytes(layout(4, zero_stage=3, hpz=2), Elements(whole=80), 2)
+    assert second.total - plain.total == 4 * 80 / 2
+
+
+def test_elements_are_told_apart_by_name() -> None:
+    shapes = {
+        "model.embed_tokens.weight": (10, 4),
+        "model.layers.0.self_attn.q_proj.weight": (4, 4),
+        "model.layers.0.mlp.experts.0.up_proj.weight": (3, 4),
+        "model.layers.0.mlp.gate.weight": (2, 4),
+        "model.norm.weight": (4,),
+    }
+    assert elements_of(shapes) == Elements(whole=52, matrices=16, experts=12)
