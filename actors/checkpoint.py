@@ -23,9 +23,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from actors.engine import MOMENTS, Engine
+from actors.engine import Engine
 from actors.lora import lora_of, merge_all
-from actors.weights import State, full_state, load_full_state, set_optimizer_step, trained_shapes
+from actors.weights import State, full_state, load_full_state, set_optimizer_step, trained_moments, trained_shapes
 from conf.errors import ConfigError
 from rl.faults import CheckpointError
 from rl.run_folder import write_json
@@ -80,9 +80,8 @@ def read_shards(folder: Path, role: str, engine: Engine) -> None:
     """
     manifest = read_manifest(folder)
     place = {name: entry["file"] for entry in files_of(manifest, role) for name in entry["tensors"]}
-    kinds = ("master", *MOMENTS[engine.spec.kind])
     saved = {name.split(SEPARATOR)[0]: None for name in place}
-    shapes = trained_shapes(engine)
+    shapes, moments = trained_shapes(engine), trained_moments(engine)
     unknown, missing = [n for n in saved if n not in shapes], [n for n in shapes if n not in saved]
     if unknown or missing:
         raise CheckpointError(
@@ -92,7 +91,7 @@ def read_shards(folder: Path, role: str, engine: Engine) -> None:
 
     def read(name: str) -> State:
         state = {}
-        for kind in kinds:
+        for kind in ("master", *moments[name]):
             key = f"{name}{SEPARATOR}{kind}"
             if key not in place:
                 raise CheckpointError(

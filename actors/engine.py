@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from actors.muon import MuonWithAdamW
 from conf.choices import Dtype, Optimizer
 from conf.layout import TrainLayout
 from conf.schema import TrainerConfig
@@ -22,6 +23,7 @@ class OptimizerSpec:
     """What the optimizer of one engine is; the learning rate is set before each step. grad_clip 0 is off."""
 
     kind: Optimizer
+    momentum: float
     beta1: float
     beta2: float
     eps: float
@@ -33,6 +35,7 @@ def optimizer_spec(trainer: TrainerConfig) -> OptimizerSpec:
     """The optimizer that the configuration describes."""
     return OptimizerSpec(
         kind=trainer.optimizer,
+        momentum=trainer.momentum,
         beta1=trainer.beta1,
         beta2=trainer.beta2,
         eps=trainer.eps,
@@ -52,8 +55,8 @@ class StepResult:
 # Elements in one of DeepSpeed's communication buckets; its default of 5e8 holds 2 GB in fp32.
 BUCKET_ELEMENTS = 5 * 10**7
 
-# Moments that AdamW keeps for each parameter; SGD (no momentum) keeps none.
-MOMENTS = {Optimizer.adamw: ("exp_avg", "exp_avg_sq"), Optimizer.sgd: ()}
+# What AdamW and Muon keep for each parameter; SGD (no momentum) keeps nothing.
+ADAM_MOMENTS, MUON_MOMENTS = ("exp_avg", "exp_avg_sq"), ("momentum_buffer",)
 
 
 def init_distributed(backend: str, timeout_s: float) -> None:
@@ -179,6 +182,7 @@ class Engine:
         self.spec, self.layout, self.zero_stage = spec, layout, layout.zero_stage
         self.model_type, self.lora_scale = str(model_config.model_type), lora_scale
         self._norm_at_stage_0 = 0.0
+        self.base: torch.optim.Optimizer
         cuts = matrix_cuts(model_config) if layout.tp > 1 else {}
         settings: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": 1,
@@ -212,6 +216,7 @@ class Engine:
         if layout.tp > 1:
             settings["tensor_parallel"] = {"autotp_size": layout.tp, "partition_config": partition_config(cuts)}
         whole = {name: tuple(p.shape) for name, p in module.named_parameters()}
+        self.matrices = {id(p) for name, p in module.named_parameters() if p.dim() == 2 and "layers." in name}
         forget_other_groups(layout)
         module.config = model_config  # DeepSpeed looks for it there
         self.engine, *_ = deepspeed.initialize(model=module, optimizer=self._make_optimizer, config=settings)
@@ -222,6 +227,12 @@ class Engine:
             self._note_matrix_slices(whole, cuts)
         if layout.ep > 1:
             self._note_expert_slices()
+
+    def moments(self, parameter: torch.nn.Parameter) -> tuple[str, ...]:
+        """What the optimizer keeps for a parameter."""
+        if self.spec.kind is Optimizer.muon and id(parameter) in self.matrices:
+            return MUON_MOMENTS
+        return () if self.spec.kind is Optimizer.sgd else ADAM_MOMENTS
 
     def _make_optimizer(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
         """DeepSpeed calls it with the parameters as its parallelism has left them. The learning rate comes with steps.
@@ -239,8 +250,13 @@ class Engine:
                 experts.setdefault(parameter.group_name, []).append(parameter)
         groups: list[dict[str, Any]] = [{"params": dense, "name": "dense"}]
         groups += [{"params": found, "name": name, "moe": True} for name, found in experts.items()]
-        if spec.kind is Optimizer.sgd:
-            self.base: torch.optim.Optimizer = torch.optim.SGD(groups, lr=0.0, weight_decay=spec.weight_decay)
+        if spec.kind is Optimizer.muon:
+            matrices, others = ([p for p in dense if (id(p) in self.matrices) is which] for which in (True, False))
+            betas = (spec.beta1, spec.beta2)
+            others += [p for found in experts.values() for p in found]
+            self.base = MuonWithAdamW(matrices, others, spec.momentum, betas, spec.eps, spec.weight_decay)
+        elif spec.kind is Optimizer.sgd:
+            self.base = torch.optim.SGD(groups, lr=0.0, weight_decay=spec.weight_decay)
         else:
             # fused: one pass without temporaries; DeepSpeed's own would be compiled at first use.
             self.base = torch.optim.AdamW(

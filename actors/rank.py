@@ -124,10 +124,11 @@ class Rank:
             result.add(sums, self.engine.step(update.lr), backward_s, time.monotonic() - started - backward_s)
         return result
 
-    def measured_update(self, updates: list[Update]) -> tuple[int, int]:
-        """As `update`; bytes of tensors on this rank before it, and the most while it ran."""
+    def measured(self, argument: Any, method: str) -> tuple[Any, int, int]:
+        """A method's result; bytes of tensors on this rank before it, and the most while it ran."""
         before = live_bytes(self.device)
-        return before, peak_bytes(lambda: self.update(updates), self.device)[1]
+        result, peak = peak_bytes(lambda: getattr(self, method)(argument), self.device)
+        return result, before, peak
 
     def save(self, folder: str) -> list[dict[str, Any]]:
         """Writes this rank's share of the training state into `folder`; returns its manifest entries. Collective."""

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from actors.engine import MOMENTS, Engine, Slice
+from actors.engine import ADAM_MOMENTS, Engine, Slice
 from actors.lora import adapter_names, base_name, merged
 from actors.pieces import Piece, pieces_of
+from conf.choices import Optimizer
 
 State = dict[str, torch.Tensor]
 
@@ -59,6 +60,11 @@ def trained_parts(engine: Engine) -> list[Part]:
     return [part for part in parts_of(engine) if part.parameter.requires_grad]
 
 
+def trained_moments(engine: Engine) -> dict[str, tuple[str, ...]]:
+    """Name -> what the optimizer keeps for it, of every tensor of the training state. Not collective."""
+    return {piece.name: engine.moments(part.parameter) for part in trained_parts(engine) for piece in part.pieces}
+
+
 def trained_shapes(engine: Engine) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every tensor of the training state. Not collective."""
     return {piece.name: piece.shape for part in trained_parts(engine) for piece in part.pieces}
@@ -95,8 +101,8 @@ def full_state(engine: Engine) -> Iterator[tuple[str, State]]:
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     materialize_moments(engine)
-    kinds = MOMENTS[engine.spec.kind]
     for part in trained_parts(engine):
+        kinds = engine.moments(part.parameter)
         if engine.zero_stage == 0:
             moments = engine.base.state[part.parameter]
             state = {"master": part.parameter.data, **{kind: moments[kind] for kind in kinds}}
@@ -177,8 +183,7 @@ def set_optimizer_step(engine: Engine, step: int) -> None:
 
 def materialize_moments(engine: Engine) -> None:
     """torch makes optimizer state in the first step; a resumed run needs it before that."""
-    kinds = MOMENTS[engine.spec.kind]
-    if engine.base.state or not kinds:
+    if engine.base.state or engine.spec.kind is Optimizer.sgd:
         return
     from deepspeed.utils import lazy_init_hp_params_optimizer_state
 
@@ -190,10 +195,9 @@ def materialize_moments(engine: Engine) -> None:
         3: lambda: zero.fp32_partitioned_groups_flat,
     }[engine.zero_stage]()
     for tensor in flat:
-        engine.base.state[tensor] = {
-            "step": torch.zeros((), dtype=torch.float32, device=tensor.device),
-            **{kind: torch.zeros_like(tensor) for kind in kinds},
-        }
+        kinds = engine.moments(tensor)
+        count = {"step": torch.zeros((), dtype=torch.float32, device=tensor.device)} if kinds == ADAM_MOMENTS else {}
+        engine.base.state[tensor] = count | {kind: torch.zeros_like(tensor) for kind in kinds}
     if engine.zero_stage in (1, 2):
         for group, tensor in zip(zero.bit16_groups, flat, strict=True):
             lazy_init_hp_params_optimizer_state(group, tensor, engine.base.state)

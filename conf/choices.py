@@ -17,6 +17,7 @@ class Schedule(Enum):
 class Optimizer(Enum):
     adamw = "adamw"
     sgd = "sgd"
+    muon = "muon"
 
 
 class Layout(Enum):

@@ -365,7 +365,9 @@ class TrainerConfig:
         "pass computes again instead of keeping them (not with layout=shared_prefix)",
     )
     dtype: Dtype = option(Dtype.float32, "dtype of live weights and of the forward; the master copy is fp32")
-    optimizer: Optimizer = option(Optimizer.adamw, "adamw or sgd")
+    optimizer: Optimizer = option(
+        Optimizer.adamw, "adamw, sgd, or muon (on the matrices of the decoder layers, adamw on the rest; ZeRO-0, tp=1)"
+    )
     lr: float = option(1e-5, "peak learning rate")
     schedule: Schedule = option(
         Schedule.constant, "constant, linear (to zero) or cosine (to zero), counted in optimizer steps"
@@ -376,7 +378,8 @@ class TrainerConfig:
     beta1: float = option(0.9, "AdamW first-moment decay")
     beta2: float = option(0.999, "AdamW second-moment decay")
     eps: float = option(1e-8, "AdamW epsilon")
-    weight_decay: float = option(0.0, "AdamW decoupled weight decay")
+    momentum: float = option(0.95, "momentum of Muon")
+    weight_decay: float = option(0.0, "decoupled weight decay")
     grad_clip: float = option(1.0, "largest global gradient norm; 0 turns clipping off")
     layout: Layout = option(
         Layout.shared_prefix,
@@ -399,6 +402,12 @@ class TrainerConfig:
             f"trainer.sp={self.sp} with trainer.layout={self.layout.value}: only whole rows can be shared out; "
             "use trainer.layout=padded",
         )
+        require(
+            self.optimizer is not Optimizer.muon or (self.zero_stage == 0 and self.tp == 1),
+            f"trainer.optimizer=muon with trainer.zero_stage={self.zero_stage}, trainer.tp={self.tp}: it needs whole "
+            "matrices on each rank; use trainer.zero_stage=0 and trainer.tp=1",
+        )
+        require_range("trainer.", "momentum", self.momentum, 0, 1)
         require_range("trainer.", "lr", self.lr, 0)
         require_range("trainer.", "warmup_ratio", self.warmup_ratio, 0, 1)
         require_range("trainer.", "beta1", self.beta1, 0, 1)

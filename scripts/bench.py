@@ -46,6 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
             sub.add_argument("--threads", type=positive, default=os.cpu_count() or 1, help="CPU threads [all cores]")
             continue
         if name == "layouts":
+            sub.add_argument("--long-tokens", type=positive, default=32768, help="tokens of the long row [%(default)s]")
             sub.add_argument("--all", action="store_true", help="recomputation with every other choice too")
             continue
         if name == "algorithms":

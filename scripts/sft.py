@@ -74,6 +74,7 @@ def warm_start(
     sft = cfg.sft
     spec = OptimizerSpec(
         kind=Optimizer.adamw,
+        momentum=0.0,
         beta1=0.9,
         beta2=sft.beta2,
         eps=1e-8,

@@ -3,6 +3,8 @@
 For each legal layout: five SGD updates against one process of plain torch (losses and gradients), training tokens per
 second against plain DistributedDataParallel on as many processes, and the bytes of tensors that a rank holds. For each
 illegal one: the reason. The models have 3 million parameters and random weights; one is dense, the other has experts.
+
+Last, the log-probabilities of one row of 32,768 tokens on one rank, and on two that share it.
 """
 
 import argparse
@@ -49,7 +51,7 @@ def model_folder(out: Path, experts: bool) -> Path:
         "num_key_value_heads": 4,
         "head_dim": 32,
         "intermediate_size": 768,
-        "max_position_embeddings": 512,
+        "max_position_embeddings": 1 << 20,
         "tie_word_embeddings": True,
     }
     torch.manual_seed(0)
@@ -275,7 +277,8 @@ def measure_layout(
         policy.update(batch, step, step)
         took.append(time.monotonic() - started)
     updates = plan_updates(group, policy.cfg, batch, 0, lambda _: 0.0, 0, 100.0)
-    held, peak = (max(found) for found in zip(*group.call_each("measured_update", updates), strict=True))
+    measured = group.call_each("measured", updates, "update")
+    held, peak = max(m[1] for m in measured), max(m[2] for m in measured)
     return {
         "max_loss_diff": max(gaps),
         "max_grad_rel_diff": gradients[0],
@@ -301,6 +304,7 @@ def measure(args: argparse.Namespace) -> Result:
             env = environment_of(group.actors[0])
             for experts, folder in folders.items():
                 rows += measure_model(args, group, folder, experts, batch, env)
+            rows += measure_long_row(group, folders[False], args.long_tokens)
         finally:
             cluster.stop()
     return make_result(args, rows, worst_ratios(rows), ranks=RANKS, updates=UPDATES, num_tokens=sum(batch.lengths))
@@ -349,6 +353,36 @@ def measure_model(
         if reason is not None:
             label = layout.label()
             rows.append({"variant": label, "repeat": 0, "layout": label, "legal": False, "reason": reason})
+    return rows
+
+
+def measure_long_row(group: RankGroup, folder: Path, num_tokens: int) -> list[Row]:
+    """Log-probabilities of one row whole on one rank (the other has none), and shared by two."""
+    random = torch.Generator().manual_seed(1)
+    row = torch.randint(0, VOCABULARY, (num_tokens,), generator=random).tolist()
+    trajectory = Trajectory(
+        token_ids=row,
+        prompt_len=1,
+        action_mask=[False] + [True] * (num_tokens - 1),
+        logprobs=[0.0] * num_tokens,
+        versions=[-1] + [0] * (num_tokens - 1),
+    )
+    record = Prompt(index=0, token_ids=row[:1], record={})
+    batch = collate([Group(position=0, prompt=record, trajectories=[trajectory], version=0)])
+    found: dict[int, torch.Tensor] = {}
+    rows: list[Row] = []
+    for sp in (1, RANKS):
+        layout = next(x for x in every_layout(RANKS, Dtype.float32) if x.sp == sp and x.tp == x.ep == 1)
+        policy = restart(group, config_of(layout, folder, Optimizer.sgd), folder)
+        micros = [[as_micro(batch, micro) for micro in plan] for plan in plan_ranks(group, policy.cfg, batch)]
+        started = time.monotonic()
+        measured = group.call_each("measured", micros, "logprobs")
+        took = time.monotonic() - started
+        (found[sp],) = (values for m in measured for values in m[0])
+        figures = {"logprobs_s": took, "peak_bytes": max(m[2] for m in measured)}
+        figures["max_logprob_diff"] = float((found[sp] - found[1]).abs().max())
+        rows.append({"variant": f"row of {num_tokens} tokens on {sp}", "repeat": 0} | figures)
+        say(f"{rows[-1]['variant']}: {took:.0f} s, peak {figures['peak_bytes'] / 1e6:.0f} MB")
     return rows
 
 

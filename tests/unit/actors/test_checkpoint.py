@@ -219,13 +219,16 @@ def test_find_whole_half_written_folder_is_no_checkpoint(root: Path, model_path:
 # -- shards --
 
 
+MOMENTS = {Optimizer.adamw: ("exp_avg", "exp_avg_sq"), Optimizer.sgd: (), Optimizer.muon: ("momentum_buffer",)}
+
+
 class StateEngine:
     """An engine of plain tensors; `plain_state` has actors.checkpoint read and write them."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]], kind: Optimizer, seed: int | None = None):
         self.spec, self.shapes, self.steps = SimpleNamespace(kind=kind), shapes, -1
         random = torch.Generator().manual_seed(seed or 0)
-        kinds = ("master", *checkpoint.MOMENTS[kind])
+        kinds = ("master", *MOMENTS[kind])
         self.state = {} if seed is None else {
             name: {k: torch.randn(shape, generator=random) for k in kinds} for name, shape in shapes.items()
         }  # fmt: skip
@@ -236,7 +239,11 @@ def plain_state(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(engine: StateEngine, read: Callable[[str], dict[str, torch.Tensor]]) -> None:
         engine.state |= {name: read(name) for name in engine.shapes}
 
+    def moments(engine: StateEngine) -> dict[str, tuple[str, ...]]:
+        return dict.fromkeys(engine.shapes, MOMENTS[engine.spec.kind])
+
     monkeypatch.setattr(checkpoint, "trained_shapes", lambda engine: engine.shapes)
+    monkeypatch.setattr(checkpoint, "trained_moments", moments)
     monkeypatch.setattr(checkpoint, "full_state", lambda engine: engine.state.items())
     monkeypatch.setattr(checkpoint, "load_full_state", load)
     monkeypatch.setattr(checkpoint, "set_optimizer_step", lambda engine, step: setattr(engine, "steps", step))
