@@ -184,6 +184,7 @@ class Engine:
         self._norm_at_stage_0 = 0.0
         self.base: torch.optim.Optimizer
         cuts = matrix_cuts(model_config) if layout.tp > 1 else {}
+        bucket = min(BUCKET_ELEMENTS, sum(p.numel() for p in module.parameters()))  # it is allocated whole
         settings: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,
@@ -195,8 +196,8 @@ class Engine:
             "zero_optimization": {
                 "stage": self.zero_stage,
                 "overlap_comm": False,
-                "reduce_bucket_size": BUCKET_ELEMENTS,
-                "allgather_bucket_size": BUCKET_ELEMENTS,
+                "reduce_bucket_size": bucket,
+                "allgather_bucket_size": bucket,
                 "stage3_param_persistence_threshold": 0,
                 "zero_hpz_partition_size": layout.hpz,
                 **({"offload_optimizer": {"device": "cpu"}} if layout.offload_optimizer else {}),
@@ -314,6 +315,13 @@ class Engine:
         cut = norm_of([gradient for key, gradient in gradients if key in self.slices]).square()
         torch.distributed.all_reduce(cut, group=next(iter(self.slices.values())).group)
         return (cut + whole.square()).sqrt()
+
+    def close(self) -> None:
+        """Lets go of all tensors: hooks that DeepSpeed has left on parameters would keep them."""
+        self.engine.destroy()
+        for parameter in self.module.parameters():
+            parameter.data, parameter.grad = torch.empty(0), None
+        self.base.state.clear()
 
     def __call__(self, *args: Any) -> Any:
         return self.engine(*args)

@@ -33,7 +33,9 @@ class Host:
             return int(probe.getsockname()[1])
 
     def add(self, role: str) -> None:
-        """Makes room for a role; `start` then loads its model."""
+        """Makes room for a role; `start` then loads its model. One that was there is let go of."""
+        if role in self.roles:
+            self.roles[role].close()
         self.roles[role] = KINDS[role](self.cfg, role, self.rank, self.world, self.device)
 
     def call(self, role: str, method: str, *args: Any) -> Any:

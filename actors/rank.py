@@ -1,5 +1,6 @@
 """What every trained role of a rank has in common: joining the group, its engine, its share of a checkpoint."""
 
+import gc
 import os
 import time
 from dataclasses import dataclass
@@ -93,6 +94,11 @@ class Rank:
             init_distributed("nccl" if self.device == "cuda" else "gloo", self.cfg.trainer.timeout_s)
         self.sequence = join_sequence(self.layout, self.rank)
 
+    def close(self) -> None:
+        """Lets go of the engine's memory."""
+        if hasattr(self, "engine"):
+            self.engine.close()
+
     def load_lm(self, path: str) -> Any:
         """The causal language model of a Hugging Face folder, in the trainer's dtype, without dropout."""
         attention = self.cfg.model.attention
@@ -126,6 +132,7 @@ class Rank:
 
     def measured(self, argument: Any, method: str) -> tuple[Any, int, int]:
         """A method's result; bytes of tensors on this rank before it, and the most while it ran."""
+        gc.collect()  # engines of earlier layouts in this process
         before = live_bytes(self.device)
         result, peak = peak_bytes(lambda: getattr(self, method)(argument), self.device)
         return result, before, peak

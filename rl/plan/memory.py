@@ -29,6 +29,10 @@ class StateBytes:
     gradients: float
 
     @property
+    def between_steps(self) -> float:
+        return self.weights + self.master + self.moments
+
+    @property
     def total(self) -> float:
         return self.weights + self.master + self.moments + self.gradients
 

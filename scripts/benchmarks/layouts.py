@@ -36,6 +36,7 @@ RANKS = 2
 UPDATES = 5
 VOCABULARY = 64
 LR = 0.05
+LARGE_LR = 10.0  # for one step, whose way is then the gradient with little rounding
 SHAPES = [(24, (40, 12, 33, 7)), (9, (60, 48, 5, 21)), (40, (16, 16, 30, 52)), (3, (70, 2, 44, 28))] * 2
 
 
@@ -70,14 +71,14 @@ def model_folder(out: Path, experts: bool) -> Path:
     return out
 
 
-def config_of(layout: TrainLayout, folder: Path, optimizer: Optimizer) -> Config:
+def config_of(layout: TrainLayout, folder: Path, optimizer: Optimizer, lr: float = LR) -> Config:
     """The configuration of a layout; everything else is the same for all."""
     fields = {key: value for key, value in vars(layout).items() if key != "ranks"}
     trainer = TrainerConfig(
         **fields,
         layout=Layout.padded,
         optimizer=optimizer,
-        lr=LR if optimizer is Optimizer.sgd else 0.0,
+        lr=lr if optimizer is Optimizer.sgd else 0.0,
         grad_clip=0.0,
         micro_batch_tokens=768,
         logprob_chunk_tokens=512,
@@ -127,8 +128,8 @@ def random_batch() -> Batch:
 # -- one process of plain torch --
 
 
-def plain_updates(folder: Path, batch: Batch) -> tuple[list[float], list[dict[str, torch.Tensor]]]:
-    """Losses of five SGD updates, and the folder's weights before each and at the end; row by row."""
+def plain_updates(folder: Path, batch: Batch, lr: float, count: int) -> tuple[list[float], list[Any]]:
+    """Losses of SGD updates, and the folder's weights before each and at the end; row by row."""
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
@@ -143,7 +144,7 @@ def plain_updates(folder: Path, batch: Batch) -> tuple[list[float], list[dict[st
 
     keep()
     assert batch.advantages is not None and batch.ref_logprobs is not None
-    for _ in range(UPDATES):
+    for _ in range(count):
         lm.zero_grad()
         total = 0.0
         for row, length in enumerate(batch.lengths):
@@ -159,13 +160,13 @@ def plain_updates(folder: Path, batch: Batch) -> tuple[list[float], list[dict[st
         with torch.no_grad():
             for parameter in lm.parameters():
                 if parameter.grad is not None:
-                    parameter.sub_(parameter.grad, alpha=LR)
+                    parameter.sub_(parameter.grad, alpha=lr)
         keep()
     return losses, weights
 
 
 def largest_gradient_gap(found: dict[str, torch.Tensor], before: Any, after: Any) -> float:
-    """Largest relative difference of a tensor's gradient (Euclidean), from the way that one SGD update took it.
+    """Largest relative difference of a tensor's gradient (Euclidean), by the way that one SGD update took it.
 
     Tensors that hardly move, less than a thousandth of the largest, are compared with that.
     """
@@ -259,17 +260,17 @@ def measure_layout(
     """Differences from plain torch, seconds of an update, and bytes of a rank."""
     from safetensors.torch import load_file
 
-    losses, weights = plain
+    losses, (before, after) = plain
     policy = restart(group, config_of(layout, folder, Optimizer.sgd), folder)
-    gaps, gradients = [], []
+    gaps = []
     for step in range(UPDATES):
         metrics = policy.update(batch, step, step)
         gaps.append(abs(metrics["policy/policy_loss"] + 0.05 * metrics["policy/kl"] - losses[step]))
-        if step in (0, UPDATES - 1):
-            with tempfile.TemporaryDirectory() as out:
-                group.call("export", f"{out}/hf", str(folder))
-                found = load_file(f"{out}/hf/model.safetensors")
-            gradients.append(largest_gradient_gap(found, weights[step], weights[step + 1]))
+    policy = restart(group, config_of(layout, folder, Optimizer.sgd, LARGE_LR), folder)
+    policy.update(batch, 0, 0)
+    with tempfile.TemporaryDirectory() as out:
+        group.call("export", f"{out}/hf", str(folder))
+        found = load_file(f"{out}/hf/model.safetensors")
     policy = restart(group, config_of(layout, folder, Optimizer.adamw), folder)
     took = []
     for step in range(repeats + 1):
@@ -281,7 +282,7 @@ def measure_layout(
     held, peak = max(m[1] for m in measured), max(m[2] for m in measured)
     return {
         "max_loss_diff": max(gaps),
-        "max_grad_rel_diff": gradients[0],
+        "max_grad_rel_diff": largest_gradient_gap(found, before, after),
         "update_s": statistics.median(took[1:]),
         "state_bytes": held,
         "peak_bytes": peak,
@@ -314,7 +315,7 @@ def measure_model(
     args: argparse.Namespace, group: RankGroup, folder: Path, experts: bool, batch: Batch, env: dict[str, str]
 ) -> list[Row]:
     """The rows of one model: layouts with ep are for the one with experts, those without it for the dense one."""
-    plain = plain_updates(folder, batch)
+    plain = plain_updates(folder, batch, LR, UPDATES)[0], plain_updates(folder, batch, LARGE_LR, 1)[1]
     rows: list[Row] = []
     everything = [x for x in every_layout(RANKS, Dtype.float32) if (x.ep > 1) == experts]
     if not args.all:
@@ -339,13 +340,13 @@ def measure_model(
             "reason": "",
             **found,
             "tok_s_ratio": ddp_s / found["update_s"],
-            "predicted_bytes": predicted.total,
+            "predicted_bytes": predicted.between_steps,
         }
         rows.append(row)
         say(
             f"{number + 1}/{len(legal)} {row['variant']}: loss {found['max_loss_diff']:.1e}, gradient "
             f"{found['max_grad_rel_diff']:.1e}, {row['tok_s_ratio']:.2f} of DDP, "
-            f"state {found['state_bytes'] / 1e6:.1f} MB (predicted {predicted.total / 1e6:.1f}), "
+            f"state {found['state_bytes'] / 1e6:.1f} MB (predicted {predicted.between_steps / 1e6:.1f}), "
             f"peak {found['peak_bytes'] / 1e6:.1f} MB"
         )
     for layout in everything:
