@@ -185,6 +185,7 @@ class Engine:
         self.base: torch.optim.Optimizer
         cuts = matrix_cuts(model_config) if layout.tp > 1 else {}
         bucket = min(BUCKET_ELEMENTS, sum(p.numel() for p in module.parameters()))  # it is allocated whole
+        bucket += bucket % 2  # DeepSpeed wants it even
         settings: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,

@@ -14,8 +14,9 @@ import signal
 import sys
 import time
 
-ROUNDS = 20
+ROUNDS = 100
 ROUND_S = 0.1
+QUIET_ROUNDS = 3
 LOOK_S = 3.0
 SHARED = ("psm_", "sem.mp-")
 
@@ -42,8 +43,8 @@ def shared_files(pids: list[int]) -> set[str]:
     inodes = set()
     for pid in pids:
         try:
-            with open(f"/proc/{pid}/maps") as file:
-                inodes |= {int(line.split(maxsplit=5)[4]) for line in file if "/dev/shm/" in line}
+            with open(f"/proc/{pid}/maps", "rb") as file:
+                inodes |= {int(line.split(maxsplit=5)[4]) for line in file if b"/dev/shm/" in line}
         except OSError:
             continue
     found = set()
@@ -53,6 +54,15 @@ def shared_files(pids: list[int]) -> set[str]:
     return found
 
 
+def look(mark: bytes) -> set[str]:
+    """`shared_files` of the marked processes. Whatever goes wrong in it must not keep this process from its work."""
+    try:
+        return shared_files(marked(mark))
+    except Exception as error:
+        print(f"reaper: cannot look for shared memory: {error!r}", file=sys.stderr)
+        return set()
+
+
 def main() -> None:
     mark, folder = sys.argv[1].encode(), sys.argv[2]
     shared: set[str] = set()
@@ -60,11 +70,13 @@ def main() -> None:
         readable, _, _ = select.select([sys.stdin], [], [], LOOK_S)
         if readable and not os.read(sys.stdin.fileno(), 4096):
             break
-        shared |= shared_files(marked(mark))
-    shared |= shared_files(marked(mark))
+        shared |= look(mark)
+    shared |= look(mark)
+    quiet = 0
     for _ in range(ROUNDS):
         pids = marked(mark)
-        if not pids:
+        quiet = 0 if pids else quiet + 1
+        if quiet == QUIET_ROUNDS:  # one that is just being started shows no environment for a moment
             break
         for pid in pids:
             try:

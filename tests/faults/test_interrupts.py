@@ -89,7 +89,9 @@ def test_sigkill_in_a_save_then_the_same_command_resumes_from_the_last_whole_che
     # W&B: the same run, one more file, whose steps follow the checkpoint's
     before, after = (read_offline(folder) for folder in sorted(offline_folders(again.folder), key=os.path.getmtime))
     assert before["id"] == after["id"]
-    assert [row["train/step"] for row in after["rows"]] == list(range(step + 1, again.last_step() + 1))
+    logged = [row["train/step"] for row in after["rows"]]
+    wanted = list(range(step + 1, again.last_step() + 1))
+    assert logged in (wanted, wanted[:-1])  # the interrupt may hit between metrics.jsonl and W&B
     # the interrupt may have hit a save too, which removes its own half; those of the killed run went with the next save
     if len(checkpoints(again)) and checkpoints(again)[-1].name > newest.name:
         assert not list(root.glob(".writing-*"))
