@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,21 @@ class RankGroup:
 
         return in_thread(begin)
 
+    def restart(self, cfg: Config, model_path: str, spec: OptimizerSpec | None) -> Future[None]:
+        """As `start`, in the same processes under another configuration; what the role held there is let go of."""
+        assert cfg.cluster.train_ranks == self.world
+        adopt = partial(adopt_config, cfg)
+        wait_all(
+            [actor.__ray_call__.remote(adopt) for actor in self.actors],
+            self.names,
+            "restart",
+            cfg.cluster.start_timeout_s,
+        )
+        self.cfg, self._args = cfg, (model_path, spec)
+        self.layout = layout_of(cfg, self.role, trained=spec is not None)
+        self.quadratic_tokens = quadratic_tokens(model_path)
+        return self.start()
+
     def refs(self, method: str, *args: Any) -> list[Any]:
         """Starts `method` on every rank with the same arguments; gives Ray's references."""
         return [actor.call.remote(self.role, method, *args) for actor in self.actors]
@@ -137,6 +153,11 @@ class RankGroup:
         for actor in self.actors:
             ray.kill(actor)
         self.cluster.release(self.role)
+
+
+def adopt_config(cfg: Config, host: Any) -> None:
+    """Runs in the process of a rank: roles that are added from now on are configured by `cfg`."""
+    host.cfg = cfg
 
 
 def in_thread(work: Any) -> Future[Any]:

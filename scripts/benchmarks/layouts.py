@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from actors.forward import Scorer
-from actors.group import RankGroup, as_micro, layout_of, plan_ranks, wait_all
+from actors.group import RankGroup, as_micro, plan_ranks
 from actors.rank import Micro
 from actors.roles import ActorPolicy, plan_updates
 from conf.choices import Dtype, Layout, Optimizer, Recompute
@@ -244,13 +244,7 @@ def restart(group: RankGroup, cfg: Config, folder: Path) -> ActorPolicy:
     """Has the group's processes load the model again, in another layout."""
     from actors.engine import optimizer_spec
 
-    def adopt(host: Any) -> None:
-        host.cfg = cfg
-
-    wait_all([a.__ray_call__.remote(adopt) for a in group.actors], group.names, "adopt", 60)
-    group.cfg, group._args = cfg, (str(folder), optimizer_spec(cfg.trainer))
-    group.layout = layout_of(cfg, "policy", trained=True)
-    group.start().result()
+    group.restart(cfg, str(folder), optimizer_spec(cfg.trainer)).result()
     return ActorPolicy(cfg, group)
 
 

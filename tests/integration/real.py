@@ -18,7 +18,7 @@ import torch
 from actors.checkpoint import copy_model_files
 from actors.cluster import Cluster
 from actors.engine import optimizer_spec
-from actors.group import RankGroup, layout_of, wait_all
+from actors.group import RankGroup, wait_all
 from actors.roles import ActorPolicy
 from conf.schema import ClusterConfig, Config
 from rl.types import Completion, Group, Prompt, Sampling
@@ -123,15 +123,7 @@ def start_ranks(cluster: Cluster, cfgs: Sequence[Config], folder: Path) -> dict[
 
 def restart(group: RankGroup, cfg: Config, folder: Path, frozen: bool = False) -> ActorPolicy:
     """Has the group's processes load `folder` under another configuration. `frozen`: without optimizer, a reference."""
-    assert cfg.cluster.train_ranks == group.world
-
-    def adopt(host: Any) -> None:
-        host.cfg = cfg
-
-    wait_all([actor.__ray_call__.remote(adopt) for actor in group.actors], group.names, "adopt", ANSWER_S)
-    group.cfg, group._args = cfg, (str(folder), None if frozen else optimizer_spec(cfg.trainer))
-    group.layout = layout_of(cfg, group.role, trained=not frozen)
-    group.start().result(timeout=START_S)
+    group.restart(cfg, str(folder), None if frozen else optimizer_spec(cfg.trainer)).result(timeout=START_S)
     return ActorPolicy(cfg, group)
 
 
