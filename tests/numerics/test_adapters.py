@@ -18,7 +18,7 @@ from conf.launch import to_dict
 from conf.schema import Config, LoraConfig
 from rl.run_folder import write_json
 from rl.types import Batch
-from tests.integration.real import export, load_hf, random_folder, restart, start_ranks, started_cluster
+from tests.integration.real import export, load_hf, restart, start_ranks, started_cluster
 from tests.numerics.plain import PlainPolicy, all_logprobs
 from tests.numerics.recipes import TEMPERATURE, TOLERANCE, config, ragged_batch
 
@@ -30,11 +30,6 @@ LORA = LoraConfig(rank=4, alpha=8)
 def lora_config(stage: int) -> Config:
     made = config("adamw", stage, 2, layout=Layout.shared_prefix)
     return dataclasses.replace(made, lora=LORA)
-
-
-@pytest.fixture(scope="module")
-def folder(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return random_folder(tiny_folder, tmp_path_factory.mktemp("adapters") / "model", seed=1)
 
 
 @pytest.fixture(scope="module")

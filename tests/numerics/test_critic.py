@@ -15,7 +15,7 @@ from conf.choices import Advantage, Dtype, Layout
 from conf.layout import TrainLayout, every_layout
 from conf.schema import AlgoConfig, Config, CriticConfig
 from rl.types import Batch
-from tests.integration.real import load_hf, random_folder, restart, start_ranks, started_cluster
+from tests.integration.real import load_hf, restart, start_ranks, started_cluster
 from tests.numerics.recipes import TOLERANCE, config, ragged_batch
 
 pytestmark = [pytest.mark.numerics, pytest.mark.timeout(180)]
@@ -30,11 +30,6 @@ def critic_config(layout: TrainLayout) -> Config:
     made = config("sgd", layout.zero_stage, 2, layout=Layout.padded, **fields)
     algo = AlgoConfig(advantage=Advantage.gae, num_epochs=1)
     return dataclasses.replace(made, algo=algo, critic=CriticConfig(lr=CRITIC_LR))
-
-
-@pytest.fixture(scope="module")
-def folder(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return random_folder(tiny_folder, tmp_path_factory.mktemp("critic") / "model", seed=1)
 
 
 @pytest.fixture(scope="module")

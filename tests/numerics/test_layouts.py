@@ -17,7 +17,7 @@ from actors.roles import ActorPolicy
 from conf.choices import Dtype, Layout
 from rl.batching import MicroBatch, plan_micro_batches
 from rl.types import Batch
-from tests.integration.real import export, random_folder, random_ids, restart, start_ranks, started_cluster
+from tests.integration.real import export, random_ids, restart, start_ranks, started_cluster
 from tests.numerics.plain import PlainPolicy
 from tests.numerics.recipes import (
     COMPARED,
@@ -37,11 +37,6 @@ from tests.unit.stand_ins import make_group
 pytestmark = [pytest.mark.numerics, pytest.mark.timeout(180)]
 
 STAGES, RANKS = (0, 1, 2, 3), (1, 2)
-
-
-@pytest.fixture(scope="module")
-def folder(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return random_folder(tiny_folder, tmp_path_factory.mktemp("layouts") / "model", seed=1)
 
 
 @pytest.fixture(scope="module")

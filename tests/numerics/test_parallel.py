@@ -57,11 +57,6 @@ def cases(layouts: list[TrainLayout]) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def folder(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return random_folder(tiny_folder, tmp_path_factory.mktemp("parallel") / "model", seed=1)
-
-
-@pytest.fixture(scope="module")
 def moe_folder(tiny_moe_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return random_folder(tiny_moe_folder, tmp_path_factory.mktemp("parallel") / "moe", seed=1)
 
