@@ -1,9 +1,11 @@
 """Cleans up after a run, however it ends: `reaper.py MARK FOLDER`, started by the driver with a pipe as standard input.
 
 The pipe closes when the driver closes it or dies (SIGKILL too). Then every process whose environment holds MARK is
-killed, and FOLDER is removed, and so are the shared-memory files of Python's multiprocessing that those processes had
-mapped: their owners unlink them on a good day only. They are looked up now and then while the run lasts, because at its
-end their owners may be gone. Standard library only; runs in a session of its own, out of reach of Ctrl-C.
+killed, and every one that writes a file in FOLDER: Ray's agents write their titles over their environment, so that MARK
+cannot be read there, and do not always follow a raylet that was killed. FOLDER is removed, and so are the shared-memory
+files of Python's multiprocessing that marked processes had mapped: their owners unlink them on a good day only. They
+are looked up now and then while the run lasts, because at its end their owners may be gone. Standard library only; runs
+in a session of its own, out of reach of Ctrl-C.
 """
 
 import contextlib
@@ -35,6 +37,32 @@ def marked(mark: bytes) -> list[int]:
     return found
 
 
+def writers(folder: str) -> list[int]:
+    """Processes that have a file under `folder` open for writing. Not those that only read: somebody follows a log."""
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdigit() and int(name) != os.getpid():
+            try:
+                numbers = os.listdir(f"/proc/{name}/fd")
+            except OSError:
+                continue  # it ended meanwhile, or belongs to another user
+            if any(writes(f"/proc/{name}", number, folder) for number in numbers):
+                found.append(int(name))
+    return found
+
+
+def writes(process: str, number: str, folder: str) -> bool:
+    """Whether file descriptor `number` of the process at `process` in /proc writes a file under `folder`."""
+    try:
+        if not os.readlink(f"{process}/fd/{number}").startswith(f"{folder}/"):
+            return False
+        with open(f"{process}/fdinfo/{number}") as file:
+            flags = next(line for line in file if line.startswith("flags:")).split()[1]
+    except OSError:
+        return False  # closed meanwhile
+    return int(flags, 8) & os.O_ACCMODE != os.O_RDONLY
+
+
 def shared_files(pids: list[int]) -> set[str]:
     """Files that multiprocessing has made in /dev/shm and that one of the processes has mapped.
 
@@ -64,7 +92,8 @@ def look(mark: bytes) -> set[str]:
 
 
 def main() -> None:
-    mark, folder = sys.argv[1].encode(), sys.argv[2]
+    mark, folder = sys.argv[1].encode(), os.path.realpath(sys.argv[2])
+    driver = os.getppid()  # after a gentle end it lives, and Ray's library in it keeps its log in FOLDER open
     shared: set[str] = set()
     while True:
         readable, _, _ = select.select([sys.stdin], [], [], LOOK_S)
@@ -74,7 +103,7 @@ def main() -> None:
     shared |= look(mark)
     quiet = 0
     for _ in range(ROUNDS):
-        pids = marked(mark)
+        pids = {*marked(mark), *writers(folder)} - {driver}
         quiet = 0 if pids else quiet + 1
         if quiet == QUIET_ROUNDS:  # one that is just being started shows no environment for a moment
             break

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 from actors.cluster import RUN_MARK
-from actors.reaper import marked
+from actors.reaper import marked, writers
 from rl.run_folder import status
 
 ROOT = Path(__file__).parents[2]
@@ -92,7 +92,7 @@ class Run:
 
     def pids(self, role: str | None = None) -> list[int]:
         """Living processes of this run, the driver among them; with `role`, the actors of that role."""
-        found = set(marked(self.mark.encode()))
+        found = {*marked(self.mark.encode()), *writers(str(self.temp.resolve()))}
         if self.run_id is not None:  # on a cluster that was joined, workers carry only the mark that the run gave them
             found |= set(marked(f"{RUN_MARK}={self.run_id}".encode()))
         if role is None:

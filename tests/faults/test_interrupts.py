@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults.runs import ENDLESS, WANDB, Launch, Run, checkpoints, patience
+from tests.faults.runs import ENDLESS, WANDB, Launch, Run, checkpoints, command, patience
 from tests.unit.rl.test_tracking import offline_folders, read_offline
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(600, method="signal")]
@@ -60,11 +60,15 @@ def test_two_runs_at_once_ended_by_ctrl_c_and_sigterm_do_not_disturb_each_other(
 
 def test_sigkill_in_a_save_then_the_same_command_resumes_from_the_last_whole_checkpoint(launch: Launch) -> None:
     """SIGKILL cleans up; the command starts again at once, behind a half-written and a truncated checkpoint."""
-    command = (ENDLESS, WANDB, "checkpoint.every=1", "checkpoint.keep=3")
-    killed = launch(*command)
+    overrides = (ENDLESS, WANDB, "checkpoint.every=1", "checkpoint.keep=3")
+    killed = launch(*overrides)
     killed.wait_for("two checkpoints", lambda: len(checkpoints(killed)) >= 2)
     killed.observe()
     stop_in_a_save(killed)
+    agents = [pid for pid in killed.pids() if "Agent" in command(pid)]
+    assert agents, "Ray's agents carry other names now"
+    for pid in agents:  # so that they cannot follow their raylet: the run's own reaper has to find them
+        os.kill(pid, signal.SIGSTOP)
     since = killed.send(signal.SIGKILL)
     assert killed.wait(KILL_S) == -signal.SIGKILL
     killed.wait_clean(since, KILL_S)
@@ -76,7 +80,7 @@ def test_sigkill_in_a_save_then_the_same_command_resumes_from_the_last_whole_che
     os.truncate(shard, shard.stat().st_size // 2)
     step = int(whole.name.removeprefix("step_"))
 
-    again = launch(*command)
+    again = launch(*overrides)
     again.wait_for("the resume", lambda: f"resuming at step {step}" in again.out)
     again.wait_for("the cut of what came later", lambda: again.last_step() <= step)
     again.wait_step(step + 1)

@@ -65,6 +65,21 @@ def test_reaper_closed_pipe_kills_marked_processes_and_removes_the_folder(scene:
     assert bystander.poll() is None
 
 
+def test_reaper_kills_what_writes_in_the_folder_but_not_the_driver_nor_who_reads(scene: Scene) -> None:
+    """As Ray's agents do: their names lie over their environment, where no mark can be read then."""
+    log = scene.folder / "deep" / "log"
+    with log.open("w") as out:
+        writer = subprocess.Popen(SLEEP, stdin=subprocess.PIPE, stdout=out)
+        scene.started.append(writer)
+        with log.open() as read:
+            reader = subprocess.Popen(SLEEP, stdin=subprocess.PIPE, pass_fds=(read.fileno(),))
+        scene.started.append(reader)
+        process = scene.reaper()
+        process.communicate(timeout=30)
+        assert writer.wait(timeout=30) == -9  # this process, the reaper's parent, writes there too and goes on
+    assert reader.poll() is None and not scene.folder.exists()
+
+
 def test_reaper_driver_killed_does_the_same(scene: Scene) -> None:
     """The pipe's other end belongs to a process that gets SIGKILL: the kernel closes it."""
     child = scene.child(scene.mark)
