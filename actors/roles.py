@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from actors.group import RankGroup, cut, plan_ranks, score_rows, score_tokens
+from actors.group import RankGroup, cut, score_rows, score_tokens
 from actors.rank import Update
 from conf.schema import Config
 from rl.aggregation import loss_weights
-from rl.batching import imbalance, split_mini_batches
+from rl.batching import imbalance, row_work, split_mini_batches
 from rl.loop import scores_before_update
 from rl.metrics import critic_metrics, merge_sums, policy_metrics
 from rl.roles import Metrics
@@ -50,15 +50,16 @@ class ActorPolicy:
             "policy/backward_s": mean_of(steps, "backward_s"),
             "policy/optimizer_s": mean_of(steps, "optimizer_s"),
             "policy/lr": updates[0][-1].lr,
-            "train/imbalance": self._imbalance(batch),
+            "train/imbalance": imbalance([self._work(mine) for mine in updates]),
             "train/straggler_s": straggling_s([mean_of(rank.steps, "backward_s") for rank in results]),
             "train/tok_s": sum(batch.lengths) * cfg.algo.num_epochs / (time.monotonic() - started),
         }
 
-    def _imbalance(self, batch: Batch) -> float:
-        """How much more work the busiest replica has than the mean."""
-        plans = plan_ranks(self.group, self.cfg, batch)
-        return imbalance(batch, plans, self.cfg.trainer.layout, self.group.quadratic_tokens)
+    def _work(self, updates: list[Update]) -> float:
+        """What one replica computes, in tokens (see rl.batching.row_work)."""
+        batches = [micro.batch for update in updates for micro in update.micros if micro.batch is not None]
+        layout, quadratic = self.cfg.trainer.layout, self.group.quadratic_tokens
+        return sum(sum(row_work(batch, layout, quadratic)) for batch in batches)
 
     # -- the sync's Source --
 

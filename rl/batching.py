@@ -166,8 +166,6 @@ def row_work(batch: Batch, layout: Layout, quadratic_tokens: float) -> list[floa
     ]
 
 
-def imbalance(batch: Batch, plans: Sequence[Sequence[MicroBatch]], layout: Layout, quadratic_tokens: float) -> float:
+def imbalance(work: Sequence[float]) -> float:
     """How much more work the busiest rank has than the mean: 0 is perfect balance."""
-    work = row_work(batch, layout, quadratic_tokens)
-    sums = [sum(work[row] for micro in plan for row in micro.rows) for plan in plans]
-    return max(sums) / (sum(sums) / len(sums)) - 1
+    return max(work) / (sum(work) / len(work)) - 1

@@ -99,7 +99,20 @@ def read_model_config(cfg: Config) -> dict[str, Any]:
     refusal = model_refusal(cfg.train_layout, model)
     if refusal is not None:
         raise ConfigError(f"{refusal} ({path})")
+    if cfg.trainer.tp > 1 and not has_matrix_cuts(str(model.get("model_type"))):
+        raise ConfigError(
+            f"trainer.tp={cfg.trainer.tp}: transformers says nothing of how the matrices of a {model.get('model_type')}"
+            f" are cut ({path}); spread it with trainer.zero_stage=3 or trainer.sp instead"
+        )
     return model
+
+
+def has_matrix_cuts(model_type: str) -> bool:
+    """Whether transformers has a plan for tensor parallelism within the layers of this kind of model."""
+    from transformers import CONFIG_MAPPING
+
+    plan = getattr(CONFIG_MAPPING[model_type], "base_model_tp_plan", None) if model_type in CONFIG_MAPPING else None
+    return any(name.startswith("layers.") for name in plan or {})
 
 
 def model_shapes(folder: Path) -> dict[str, tuple[int, ...]]:

@@ -189,6 +189,7 @@ def test_chat_template_missing_where_chat_is_asked(scene: Scene) -> None:
     [
         ({"num_attention_heads": 9, "num_key_value_heads": 3}, {"sp": 2}, ["trainer.sp=2", "9 attention heads"]),
         ({}, {"ep": 2}, ["trainer.ep=2", "qwen3 has no experts"]),
+        ({"model_type": "gpt2"}, {"tp": 2}, ["trainer.tp=2", "matrices of a gpt2", "trainer.zero_stage=3"]),
     ],
 )
 def test_model_that_the_layout_cannot_cut(
