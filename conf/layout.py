@@ -8,8 +8,10 @@ from typing import Any
 
 from conf.choices import Dtype, Recompute
 
-# Mixture-of-experts models whose experts can be spread (DeepSpeed AutoEP), by model_type: the key that counts them.
-EXPERT_KEYS = {"qwen3_moe": "num_experts", "mixtral": "num_local_experts", "deepseek_v3": "n_routed_experts"}
+# Mixture-of-experts models whose experts can be spread (DeepSpeed AutoEP), by model_type.
+EXPERT_MODELS = ("qwen3_moe", "mixtral", "deepseek_v3")
+# The keys that count their experts; one model_type is seen with several, by who wrote its config.json.
+EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,15 +159,15 @@ def model_refusal(layout: TrainLayout, model: Mapping[str, Any]) -> str | None:
         for name, count in (("attention heads", heads), ("kv heads", kv_heads), ("intermediate channels", wide)):
             if count % layout.tp:
                 return f"trainer.tp={layout.tp}: does not divide the model's {count} {name}"
-        if model.get("model_type") in EXPERT_KEYS:
+        if model.get("model_type") in EXPERT_MODELS:
             return f"trainer.tp={layout.tp}: model_type {model['model_type']} has experts; spread them with trainer.ep"
     if layout.ep > 1:
-        key = EXPERT_KEYS.get(model.get("model_type", ""))
-        if key is None:
+        experts = next((model[key] for key in EXPERT_KEYS if key in model), None)
+        if model.get("model_type") not in EXPERT_MODELS or experts is None:
             return (
                 f"trainer.ep={layout.ep}: model_type {model.get('model_type')} has no experts that can be spread "
-                f"({', '.join(EXPERT_KEYS)} have)"
+                f"({', '.join(EXPERT_MODELS)} have, counted by {', '.join(EXPERT_KEYS)})"
             )
-        if model[key] % layout.ep:
-            return f"trainer.ep={layout.ep}: does not divide the model's {model[key]} experts"
+        if experts % layout.ep:
+            return f"trainer.ep={layout.ep}: does not divide the model's {experts} experts"
     return None

@@ -67,6 +67,8 @@ def test_illegal_layout_is_refused_with_fields_and_values(
         ({"tp": 2}, MOE, ["trainer.tp=2", "qwen3_moe", "trainer.ep"]),
         ({"ep": 2}, QWEN, ["trainer.ep=2", "qwen3 has no experts", "qwen3_moe"]),
         ({"ep": 2}, MOE | {"num_experts": 7}, ["trainer.ep=2", "7 experts"]),
+        ({"ep": 2}, QWEN | {"model_type": "mixtral", "num_local_experts": 9}, ["trainer.ep=2", "9 experts"]),
+        ({"ep": 2}, QWEN | {"model_type": "qwen3_moe"}, ["trainer.ep=2", "num_local_experts"]),
     ],
 )
 def test_model_that_a_layout_cannot_cut_is_refused(
