@@ -109,9 +109,13 @@ def hidden_states(
     return shared_prefix_hidden(base, config, batch), batch.action_mask
 
 
-def run(base: Any, real: torch.Tensor, **inputs: Any) -> torch.Tensor:
-    """The body's last hidden states. `real` [B, T]: tokens that are no padding, for a model that counts its routes."""
-    with base.routing.reading(real) if hasattr(base, "routing") else contextlib.nullcontext():
+def run(base: Any, real: torch.Tensor, routes: torch.Tensor | None, **inputs: Any) -> torch.Tensor:
+    """The body's last hidden states, of [B, T] tokens.
+
+    For a model that counts its routes: `real` [B, T], tokens that are no padding, and `routes` [B, T, layers, k], the
+    experts that they must take.
+    """
+    with base.routing.reading(real, routes) if hasattr(base, "routing") else contextlib.nullcontext():
         hidden: torch.Tensor = base(**inputs).last_hidden_state
     return hidden
 
@@ -126,7 +130,7 @@ def padded_hidden(base: torch.nn.Module, batch: Batch) -> torch.Tensor:
 
     Rows are right-padded, so causal attention alone keeps pads out of every real token; no mask is needed.
     """
-    hidden = run(base, real_tokens(batch), input_ids=batch.tokens, use_cache=False)
+    hidden = run(base, real_tokens(batch), batch.routes, input_ids=batch.tokens, use_cache=False)
     predicted = batch.action_mask.clone()
     predicted[:, 0] = False
     picked: torch.Tensor = hidden[:, :-1][predicted[:, 1:]]
@@ -141,7 +145,8 @@ def packed_hidden(base: torch.nn.Module, batch: Batch) -> torch.Tensor:
     places = batch.attention_mask.cumsum(-1) - 1
     tokens, positions = (x[batch.attention_mask][None] for x in (batch.tokens, places))
     real = real_tokens(batch)[batch.attention_mask]
-    hidden = run(base, real, input_ids=tokens, position_ids=positions, use_cache=False)[0]
+    routes = None if batch.routes is None else batch.routes[batch.attention_mask][None]
+    hidden = run(base, real, routes, input_ids=tokens, position_ids=positions, use_cache=False)[0]
     predicts = batch.action_mask.roll(-1, dims=1)
     picked: torch.Tensor = hidden[predicts[batch.attention_mask]]
     return picked
@@ -157,7 +162,7 @@ def own_hidden(base: torch.nn.Module, batch: Batch, sequence: SequenceGroup) -> 
         for x in (batch.tokens, real_tokens(batch))
     )
     positions = torch.arange(first, first + width, device=tokens.device)[None]
-    hidden = run(base, real, input_ids=tokens, position_ids=positions, use_cache=False)
+    hidden = run(base, real, None, input_ids=tokens, position_ids=positions, use_cache=False)
     columns = torch.arange(length, device=tokens.device)
     own = batch.action_mask & (columns > first) & (columns <= first + width)
     predicts = torch.nn.functional.pad(own, (0, 1 + width * sequence.size - length))[:, 1 + first : 1 + first + width]
@@ -177,7 +182,8 @@ def shared_prefix_hidden(base: torch.nn.Module, config: Any, batch: Batch) -> to
     cache = DynamicCache(config=config)
     trained = batch.action_mask.any(-1, keepdim=True)
     in_prompt = torch.arange(prompts.shape[1], device=tokens.device) < prompt_lens[:, None]
-    prompt_hidden = run(base, in_prompt & trained[first], input_ids=prompts, past_key_values=cache, use_cache=True)
+    real = in_prompt & trained[first]
+    prompt_hidden = run(base, real, None, input_ids=prompts, past_key_values=cache, use_cache=True)
     shared = DynamicCache(config=config)
     for index, layer in enumerate(cache.layers):
         shared.update(layer.keys[owner], layer.values[owner], index)
@@ -197,6 +203,7 @@ def shared_prefix_hidden(base: torch.nn.Module, config: Any, batch: Batch) -> to
     response_hidden = run(
         base,
         (in_row & trained)[:, :-1],
+        None,
         input_ids=response[:, :-1],
         past_key_values=shared,
         use_cache=True,

@@ -59,6 +59,15 @@ class PolicyRank(Rank):
                 out.append(values.float().cpu())
         return out
 
+    def logprobs_and_routes(self, micros: list[Micro]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """As `logprobs`, each with the experts that its tokens took [B, T, layers, k] int16."""
+        out = []
+        for micro in micros:
+            values = self.logprobs([micro])  # none for a dummy, whose forward keeps collectives in step
+            if micro.batch is not None:
+                out.append((values[0], self.routing.recorded(micro.batch.attention_mask)))
+        return out
+
     def base_logprobs(self, micros: list[Micro]) -> list[torch.Tensor]:
         """As `logprobs`, of the policy without its adapters."""
         with adapters_off(self.engine.module):

@@ -29,8 +29,16 @@ class ActorPolicy:
         self.cfg, self.group = cfg, group
 
     def logprobs(self, batch: Batch) -> torch.Tensor:
-        """As rl.roles.Policy."""
-        return score_tokens(self.group, self.cfg, batch, "logprobs")
+        """As rl.roles.Policy. With trainer.replay_routing the batch keeps the experts that its tokens took."""
+        if not self.cfg.trainer.replay_routing:
+            return score_tokens(self.group, self.cfg, batch, "logprobs")
+        parts = score_rows(self.group, self.cfg, batch, "logprobs_and_routes")
+        logprobs = torch.zeros(batch.tokens.shape)
+        batch.routes = torch.zeros(*batch.tokens.shape, *parts[0][1][1].shape[2:], dtype=torch.int16)
+        for rows, (part, routes) in parts:
+            logprobs[torch.tensor(rows), : part.shape[1]] = part
+            batch.routes[torch.tensor(rows), : part.shape[1]] = routes
+        return logprobs
 
     def update(self, batch: Batch, optimizer_step: int, version: int) -> Metrics:
         """As rl.roles.Policy: epochs x mini-batches optimizer steps; metrics are means over all of them."""

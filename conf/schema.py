@@ -389,9 +389,21 @@ class TrainerConfig:
     micro_batch_tokens: int = option(8192, "most tokens, padding included, in one forward of one rank")
     logprob_chunk_tokens: int = option(256, "tokens whose [tokens, vocabulary] logits exist at a time")
     num_threads: int = option(0, "CPU threads of one rank; 0 divides the machine's cores among the ranks")
+    replay_routing: bool = option(
+        False,
+        "mixture of experts: updates send each token to the experts that it took when the batch was scored (needs "
+        "several optimizer steps a batch, layout=padded or packed, no recomputation)",
+    )
     timeout_s: float = option(1800.0, "longest wait for one call to the training ranks, seconds")
 
     def __post_init__(self) -> None:
+        if self.replay_routing:
+            require(
+                self.layout is not Layout.shared_prefix and self.sp == 1 and self.recompute is Recompute.none,
+                f"trainer.replay_routing=true with trainer.layout={self.layout.value}, trainer.sp={self.sp}, "
+                f"trainer.recompute={self.recompute.value}: routes are recorded and replayed for whole rows, in one "
+                "forward; use trainer.layout=padded, trainer.sp=1 and trainer.recompute=none",
+            )
         require(
             self.recompute is Recompute.none or self.layout is not Layout.shared_prefix,
             f"trainer.recompute={self.recompute.value} with trainer.layout=shared_prefix: "
@@ -678,6 +690,11 @@ class Config:
             f"algo.num_mini_batches={self.algo.num_mini_batches} = {rows} rows: not divisible by {ranks}",
         )
         trainer = self.trainer
+        require(
+            not trainer.replay_routing or self.algo.steps_per_batch > 1,
+            f"trainer.replay_routing=true with algo.num_mini_batches={self.algo.num_mini_batches}, algo.num_epochs="
+            f"{self.algo.num_epochs}: the one update of a batch is its scoring too, so there is nothing to replay",
+        )
         require(
             self.lora.rank == 0 or (trainer.tp == trainer.ep == 1),
             f"lora.rank={self.lora.rank} with trainer.tp={trainer.tp}, trainer.ep={trainer.ep}: adapters are not cut; "

@@ -119,6 +119,7 @@ class Batch:
     `version` is the oldest weight version that sampled a token of the row. values: of the state before each token;
     bootstrap [B]: of the state after the row's last one. teacher_ids [B, T, k] int64 and teacher_topk [B, T, k]: the
     teacher's k likeliest tokens at each place and their log-probabilities. loss_weight [B] float64: see rl.aggregation.
+    routes [B, T, layers, k] int16: the experts that a forward of this batch takes, where they are given.
     """
 
     tokens: torch.Tensor
@@ -145,6 +146,7 @@ class Batch:
     teacher_ids: torch.Tensor | None = None
     teacher_topk: torch.Tensor | None = None
     loss_weight: torch.Tensor | None = None
+    routes: torch.Tensor | None = None
     kl_coef: float = 0.0
 
     @property

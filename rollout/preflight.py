@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 
 from conf.errors import ConfigError
-from conf.layout import model_refusal
+from conf.layout import EXPERT_KEYS, model_refusal
 from conf.schema import Config, LoraConfig
 from rl.plan.memory import elements_of, state_bytes
 from rl.types import Prompt
@@ -99,6 +99,8 @@ def read_model_config(cfg: Config) -> dict[str, Any]:
     refusal = model_refusal(cfg.train_layout, model)
     if refusal is not None:
         raise ConfigError(f"{refusal} ({path})")
+    if cfg.trainer.replay_routing and not any(key in model for key in EXPERT_KEYS):
+        raise ConfigError(f"trainer.replay_routing=true: a {model.get('model_type')} has no experts ({path})")
     if cfg.trainer.tp > 1 and not has_matrix_cuts(str(model.get("model_type"))):
         raise ConfigError(
             f"trainer.tp={cfg.trainer.tp}: transformers says nothing of how the matrices of a {model.get('model_type')}"

@@ -3,6 +3,7 @@
 The list comes from the code that decides what is legal, so none is forgotten.
 """
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,30 @@ def test_five_updates_in_every_expert_layout_equal_plain_torch(
 ) -> None:
     policy = restart(group, layout_config(layout), moe_folder)
     assert_equals_plain(policy, moe[0], moe[1]["sgd"], moe_folder, tmp_path / "hf", "sgd")
+
+
+@pytest.mark.parametrize(
+    "layout", [x for x in LEGAL if x.label() in ("zero1 dp2 ep2", "zero3 dp2")], ids=TrainLayout.label
+)
+def test_updates_replay_the_routes_of_the_scoring(
+    group: RankGroup, moe_folder: Path, moe: tuple[Batch, dict[str, Result]], layout: TrainLayout
+) -> None:
+    """Both optimizer steps, at weights far from each other, send every token where the scoring sent it."""
+    cfg = layout_config(layout, rows=Layout.padded)
+    loads = {}
+    for replays in (True, False):
+        trainer = dataclasses.replace(cfg.trainer, lr=30.0, replay_routing=replays)
+        policy = restart(group, dataclasses.replace(cfg, trainer=trainer), moe_folder)
+        batch = dataclasses.replace(moe[0])
+        batch.train_logprobs = policy.logprobs(batch)
+        assert (batch.routes is not None) is replays
+        loads[replays] = policy.update(batch, 0, 0)["router/load_max"]
+        if batch.routes is not None:
+            trained = batch.attention_mask & batch.action_mask.any(-1, keepdim=True)
+            counts = [torch.bincount(routes.flatten(), minlength=8) for routes in batch.routes[trained].unbind(1)]
+            wanted = sum(float(count.max() / count.sum()) * 8 for count in counts) / len(counts)
+    assert loads[True] == pytest.approx(wanted)
+    assert loads[False] != pytest.approx(wanted)
 
 
 @pytest.mark.parametrize("layout", [x for x in DENSE if x.label() in CLIPPED], ids=TrainLayout.label)

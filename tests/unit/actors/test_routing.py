@@ -68,3 +68,79 @@ def test_metrics_even_use_is_one_and_single_use_is_the_number_of_experts() -> No
 
 def test_metrics_of_a_dense_model_are_none() -> None:
     assert router_metrics({}) == {}
+
+
+# -- replay --
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": 24, "norm_topk_prob": True, "head_dim": 16},
+    "mixtral": {"num_local_experts": 8},
+    "deepseek_v3": {
+        "n_routed_experts": 8,
+        "n_group": 4,
+        "topk_group": 2,
+        "moe_intermediate_size": 24,
+        "first_k_dense_replace": 0,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 16,
+    },
+}
+
+
+def model_of(family: str, seed: int) -> Any:
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    lm = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**SMALL | FAMILIES[family])).eval()
+    lm.model.routing = Routing(lm.model)
+    return lm
+
+
+@pytest.mark.parametrize("layout", [Layout.padded, Layout.packed])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_replayed_routes_are_those_of_the_recording_model(family: str, layout: Layout) -> None:
+    """Another model chooses otherwise; with routes given it takes those, in whatever layout they were recorded."""
+    batch = ragged_batch(seed=3, vocab=64)
+    first, second = model_of(family, 1), model_of(family, 2)
+    with torch.no_grad():
+        own, _ = Scorer(first, 1.0, layout)(batch, 1)
+        counts = first.model.routing.take()["router_counts_hist"]
+        routes = first.model.routing.recorded(batch.attention_mask)
+        assert routes.shape == (*batch.tokens.shape, 2, 2)
+        free, _ = Scorer(second, 1.0, Layout.padded)(batch, 1)
+        assert not torch.equal(second.model.routing.take()["router_counts_hist"], counts)
+        batch.routes = routes
+        again, _ = Scorer(first, 1.0, layout)(batch, 1)
+        torch.testing.assert_close(again, own)
+        padded, _ = Scorer(second, 1.0, Layout.padded)(batch, 1)
+        replayed = second.model.routing.take()
+        packed, _ = Scorer(second, 1.0, Layout.packed)(batch, 1)
+    assert torch.equal(replayed["router_counts_hist"], counts)
+    torch.testing.assert_close(packed, padded, atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(padded, free, atol=1e-5)
+
+
+def test_replayed_weights_are_the_present_routers_scores_by_hand() -> None:
+    """Qwen3's router in plain torch: softmax over all, gathered at the given experts, and made to sum to one."""
+    lm = model_of("qwen3_moe", 1)
+    router, tokens = lm.model.layers[0].mlp.gate, torch.randn(5, 32)
+    given = torch.stack([torch.randperm(8)[:2] for _ in range(5)])
+    with lm.model.routing.reading(torch.ones(1, 5, dtype=torch.bool), given[None, :, None].expand(1, 5, 2, 2)):
+        _, weights, chosen = router(tokens)
+    scores = (tokens @ router.weight.T).softmax(-1).gather(1, given)
+    assert torch.equal(chosen, given)
+    torch.testing.assert_close(weights, scores / scores.sum(1, keepdim=True))
+    (gradient,) = torch.autograd.grad(weights[:, 0].sum(), router.weight)
+    assert gradient.abs().sum() > 0

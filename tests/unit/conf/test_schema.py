@@ -13,6 +13,7 @@ from conf.choices import (
     Advantage,
     Correction,
     KlPlace,
+    Layout,
     Optimizer,
     PolicyLoss,
 )
@@ -219,6 +220,11 @@ def test_num_optimizer_steps_ten_steps_two_epochs_two_mini_batches_is_40() -> No
         (lambda: TrainerConfig(lr=float("inf")), ["trainer.lr=inf", "finite"]),
         (lambda: Config(trainer=TrainerConfig(zero_stage=4)), ["trainer.zero_stage=4"]),
         (lambda: TrainerConfig(optimizer=Optimizer.muon), ["trainer.optimizer=muon", "trainer.zero_stage=1"]),
+        (lambda: TrainerConfig(replay_routing=True), ["trainer.replay_routing=true", "trainer.layout=shared_prefix"]),
+        (
+            lambda: Config(trainer=TrainerConfig(replay_routing=True, layout=Layout.packed)),
+            ["trainer.replay_routing=true", "algo.num_mini_batches=1", "algo.num_epochs=1"],
+        ),
         (lambda: ModelConfig(path=""), ["model.path"]),
         (lambda: RewardConfig(_target_=""), ["reward._target_"]),
         (lambda: DataConfig(), ["data._target_=null", "data.path=null"]),

@@ -17,6 +17,7 @@ from conf.choices import Layout, Template
 from conf.errors import ConfigError
 from conf.launch import to_dict
 from conf.schema import (
+    AlgoConfig,
     ClusterConfig,
     Config,
     DataConfig,
@@ -189,6 +190,7 @@ def test_chat_template_missing_where_chat_is_asked(scene: Scene) -> None:
     [
         ({"num_attention_heads": 9, "num_key_value_heads": 3}, {"sp": 2}, ["trainer.sp=2", "9 attention heads"]),
         ({}, {"ep": 2}, ["trainer.ep=2", "qwen3 has no experts"]),
+        ({}, {"replay_routing": True}, ["trainer.replay_routing=true", "qwen3 has no experts"]),
         ({"model_type": "gpt2"}, {"tp": 2}, ["trainer.tp=2", "matrices of a gpt2", "trainer.zero_stage=3"]),
     ],
 )
@@ -197,7 +199,8 @@ def test_model_that_the_layout_cannot_cut(
 ) -> None:
     scene.edit("config.json", **model)
     trainer = {"layout": Layout.padded} | trainer
-    message = refusal(scene.cfg(trainer=TrainerConfig(**trainer), cluster=ClusterConfig(train_ranks=2)))
+    sections = {"cluster": ClusterConfig(train_ranks=2), "algo": AlgoConfig(num_epochs=2)}
+    message = refusal(scene.cfg(trainer=TrainerConfig(**trainer), **sections))
     for piece in [*pieces, str(scene.model / "config.json")]:
         assert piece in message
 
