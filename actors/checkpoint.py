@@ -204,8 +204,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         manifest: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder} is no checkpoint: {path.name} cannot be read ({error})") from error
-    if not isinstance(manifest, dict) or not {"format", "step", "files", "run_state", "config"} <= manifest.keys():
-        raise CheckpointError(f"{folder} is no checkpoint: {path.name} lacks fields")
+    fields = {"format": object, "step": int, "files": list, "run_state": dict, "config": dict}
+    wrong = [key for key, kind in fields.items() if not isinstance(manifest, dict) or key not in manifest]
+    wrong = wrong or [key for key, kind in fields.items() if not isinstance(manifest[key], kind)]
+    if wrong or manifest["format"] is None:
+        raise CheckpointError(f"{folder} is no checkpoint: {path.name} lacks {', '.join(wrong) or 'its format'}")
     if manifest["format"] != FORMAT:
         raise ConfigError(
             f"{folder} has format {manifest['format']}, this version reads {FORMAT}: resume=never, another run_dir, or "

@@ -22,8 +22,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from conf.choices import Device
 from conf.schema import ClusterConfig
 from rl.faults import ResourceError
+from rl.memory import RUN_MARK
 
-RUN_MARK = "TANDEM_RUN_ID"
 LONGEST_TEMPORARY_ROOT = 24
 OBJECT_STORE_BYTES = 512 << 20
 JOIN_TIMEOUT_S = 10.0

@@ -6,7 +6,8 @@ from actors.engine import OptimizerSpec
 from actors.forward import ValueScorer
 from actors.rank import Micro, Rank, Update
 from rl.losses import value_loss
-from rl.metrics import Sums, merge_sums, on_cpu
+from rl.metrics import merge_sums, on_cpu
+from rl.types import Sums
 
 
 class CriticRank(Rank):

@@ -9,11 +9,7 @@ from transformers.cache_utils import DynamicCache
 
 from actors.sequence import SequenceGroup, sum_across
 from conf.choices import Layout
-from conf.errors import ConfigError
 from rl.types import Batch
-
-# Attributes of model configs by which a head changes its logits; the scorer reads hidden states, so it would miss them.
-LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 
 
 class Scorer(torch.nn.Module):
@@ -63,10 +59,10 @@ class TopScorer(torch.nn.Module):
             for part in hidden.split(max(1, -(-len(hidden) // num_chunks)))
         ]
         shape = (*batch.tokens.shape, self.top_k)
-        ids, logprobs = torch.zeros(shape, dtype=torch.long), torch.zeros(shape)
-        ids[own.cpu()] = torch.cat([p.indices for p in parts]).cpu()
-        logprobs[own.cpu()] = torch.cat([p.values for p in parts]).cpu()
-        return sum_across(ids, sequence), sum_across(logprobs, sequence)
+        ids, logprobs = (torch.zeros(shape, dtype=kind, device=own.device) for kind in (torch.long, torch.float32))
+        ids[own] = torch.cat([p.indices for p in parts])
+        logprobs[own] = torch.cat([p.values for p in parts])
+        return sum_across(ids, sequence).cpu(), sum_across(logprobs, sequence).cpu()
 
 
 class ValueScorer(torch.nn.Module):
@@ -312,14 +308,3 @@ class TokenScores(torch.autograd.Function):
         if of_logprobs is not None:
             gradient.scatter_add_(-1, targets[:, None], of_logprobs[:, None])
         return gradient, None
-
-
-def require_supported(config: Any) -> None:
-    """Raises ConfigError for models whose head transforms its logits, which the scorer does not reproduce."""
-    for name in LOGIT_TRANSFORMS:
-        value = getattr(config, name, None)
-        if value not in (None, 0, 1, 1.0):
-            raise ConfigError(
-                f"model.path: {config.model_type} has {name}={value}; "
-                "the trainer would score another distribution than the engine samples"
-            )

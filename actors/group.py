@@ -17,6 +17,7 @@ from actors.cluster import Cluster
 from actors.engine import OptimizerSpec
 from actors.host import Host
 from actors.rank import Micro
+from conf.choices import Layout
 from conf.layout import TrainLayout
 from conf.schema import Config
 from rl.batching import MicroBatch, plan_micro_batches
@@ -41,12 +42,17 @@ def wait_all(refs: Sequence[Any], names: Sequence[str], phase: str, timeout_s: f
         try:
             results[index] = ray.get(done[0])
         except ray.exceptions.RayActorError as error:
-            raise RoleDied(f"phase {phase}: the process of {names[index]} is gone: {error}") from error
+            raise RoleDied(f"phase {phase}: the process of {names[index]} is gone: {first_line(error)}") from error
         except (
             ray.exceptions.RayTaskError
         ) as error:  # its text is the actor's traceback; the cause's is what went wrong
             raise error.cause from error
     return results
+
+
+def first_line(error: Exception) -> str:
+    """What Ray says of a death, without its general advice."""
+    return str(error).strip().splitlines()[0]
 
 
 class RankGroup:
@@ -135,6 +141,11 @@ class RankGroup:
         """Calls `method` on every rank with the same arguments; returns the ranks' results."""
         return self._wait(method, self.refs(method, *args))
 
+    def begin(self, method: str, *args: Any) -> Future[Any]:
+        """As `call`, without waiting for it: the future gives the first rank's result once all ranks have theirs."""
+        refs = self.refs(method, *args)
+        return in_thread(lambda: self._wait(method, refs)[0])
+
     def call_each(self, method: str, per_replica: Sequence[Any], *args: Any) -> list[Any]:
         """As `call`, with a first argument of its own for each replica; returns the result of each one's first rank."""
         own = [ray.put(argument) for argument in per_replica]
@@ -161,7 +172,7 @@ def adopt_config(cfg: Config, host: Any) -> None:
 
 
 def in_thread(work: Any) -> Future[Any]:
-    """Runs `work` in a daemon-like thread of its own and gives its future."""
+    """Runs `work` in a thread of its own and gives its future."""
     pool = ThreadPoolExecutor(1)
     future = pool.submit(work)
     pool.shutdown(wait=False)
@@ -188,11 +199,11 @@ def cut(group: RankGroup, cfg: Config, batch: Batch) -> list[list[Micro]]:
 
 
 def plan_ranks(group: RankGroup, cfg: Config, batch: Batch) -> list[list[MicroBatch]]:
-    """Micro-batches [replica][k] as row numbers."""
+    """Micro-batches [replica][k] as row numbers. The reward model has one way to run rows."""
     trainer = cfg.trainer
     return plan_micro_batches(
         batch,
-        trainer.layout,
+        Layout.padded if group.role == "reward_model" else trainer.layout,
         group.replicas,
         trainer.micro_batch_tokens,
         trainer.logprob_chunk_tokens,

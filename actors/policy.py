@@ -15,9 +15,9 @@ from actors.weights import full_shapes, gathered, trained_shapes
 from conf.choices import Layout
 from rl import losses
 from rl.masking import masked_fill_zero
-from rl.metrics import Sums, merge_sums, on_cpu
-from rl.numerics import require_match
-from rl.types import Batch, Scores
+from rl.metrics import merge_sums, on_cpu
+from rl.numerics import current_tokens, mismatch_sums, require_match
+from rl.types import Batch, Scores, Sums
 from weightsync.manifest import plan_buckets
 from weightsync.sender import Sender
 
@@ -106,20 +106,24 @@ class PolicyRank(Rank):
         """As Rank; checks the mismatch when this forward is the scoring of the batch."""
         self.routing.take()  # of scoring
         parts = []
+        checked = torch.zeros(2, dtype=torch.float64)  # sum of |engine - trainer|, and of how many tokens
         for micro in update.micros:
             batch = self.on_device(micro.batch)
             scores = Scores(**dict(zip(SCORES, self.engine(batch, micro.num_chunks), strict=False)))
             loss, tensors = losses.policy_objective(self.cfg.algo, batch, scores, update.version)
             self.engine.backward(loss, update.num_action_tokens)
             parts.append(on_cpu(tensors) | self.routing.take())
-        sums = merge_sums(parts)
+            if update.mismatch_limit is not None:
+                mask = current_tokens(batch, update.version, self.cfg.max_lag)
+                gap = mismatch_sums(scores.logprobs.detach(), batch.rollout_logprobs, mask)["mismatch"]
+                checked += torch.stack([gap.double(), mask.sum()]).cpu()
         if update.mismatch_limit is not None:
-            total = sums["mismatch"].to(self.device, copy=True)
+            total = checked.to(self.device)
             if self.world > 1:
-                torch.distributed.all_reduce(total)
-            copies = self.layout.sp * self.layout.tp  # ranks of a replica found the same sums
-            require_match(float(total) / copies / update.num_action_tokens, update.mismatch_limit, update.version)
-        return sums
+                torch.distributed.all_reduce(total)  # ranks of a replica found the same sums: the mean stays
+            if total[1] > 0:
+                require_match(float(total[0] / total[1]), update.mismatch_limit, update.version)
+        return merge_sums(parts)
 
     def sft(self, updates: list[Update]) -> list[dict[str, float]]:
         """Supervised steps: minus the mean log-probability of the action tokens."""

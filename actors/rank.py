@@ -13,15 +13,13 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from actors import checkpoint
 from actors.engine import Engine, OptimizerSpec, StepResult, init_distributed, register_ulysses
-from actors.forward import require_supported
 from actors.routing import Routing
 from actors.sequence import SequenceGroup, join_sequence
 from actors.tensor_bytes import live_bytes, peak_bytes
 from actors.weights import optimizer_step
 from conf.choices import Dtype, Recompute
 from conf.schema import Config
-from rl.metrics import Sums
-from rl.types import Batch
+from rl.types import Batch, Sums
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +189,6 @@ def load_lm(path: str, attention: str, dtype: Dtype, device: str) -> torch.nn.Mo
     lm: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
         path, dtype=getattr(torch, dtype.value), attn_implementation=attention, local_files_only=True
     )
-    require_supported(lm.config)
     return lm.to(device).eval()  # dropout off in training too: the engine samples without it
 
 
@@ -200,9 +197,13 @@ KEPT = ("mm", "addmm", "bmm", "_scaled_dot_product_flash_attention_for_cpu", "_s
 
 
 def recompute_activations(lm: Any, kind: Recompute) -> None:
-    """Turns activation checkpointing on; dropout stays off, because these models have none configured."""
+    """Turns activation checkpointing on, which transformers does in training mode only; dropout stays off."""
     if kind is Recompute.none:
         return
+    for module in lm.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, float) and ("dropout" in name or isinstance(module, torch.nn.Dropout)):
+                setattr(module, name, 0.0)
     lm.train()
     settings: dict[str, Any] = {"use_reentrant": False}
     if kind is Recompute.selective:

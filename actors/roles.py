@@ -44,8 +44,7 @@ class ActorPolicy:
         """As rl.roles.Policy: epochs x mini-batches optimizer steps; metrics are means over all of them."""
         cfg, started = self.cfg, time.monotonic()
         fused = not scores_before_update(cfg)
-        # samples of older weights differ because the policy has moved since
-        limit = cfg.rollout.mismatch_bound if fused and cfg.max_lag == 0 else None
+        limit = cfg.rollout.mismatch_bound if fused else None
         schedule = partial(scheduled_lr, cfg, cfg.trainer.lr, cfg.num_optimizer_steps)
         updates = plan_updates(self.group, cfg, batch, optimizer_step, schedule, version, limit)
         results = self.group.call_each("update", updates)
@@ -73,13 +72,11 @@ class ActorPolicy:
 
     def pack(self, bucket: int) -> Future[int]:
         """As weightsync.sync.Source."""
-        future: Future[int] = self.group.refs("pack", bucket)[0].future()
-        return future
+        return self.group.begin("pack", bucket)
 
     def probe(self, row: list[int]) -> Future[list[float]]:
         """As weightsync.sync.Source."""
-        future: Future[list[float]] = self.group.refs("probe", row)[0].future()
-        return future
+        return self.group.begin("probe", row)
 
     def manifest(self) -> dict[str, Any]:
         """What each push will carry, for the engines' init phase."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from rl.metrics import Sums
+from rl.types import Sums
 
 
 class Routing:

@@ -29,7 +29,7 @@ from conf.schema import Config, register
 
 Task = Callable[[Config], int | None]
 
-INTERRUPTED = (130, 143)  # exit codes of a task that Ctrl-C or SIGTERM has ended
+INTERRUPTED = (129, 130, 143)  # exit codes of a task that SIGHUP, Ctrl-C or SIGTERM has ended
 
 register()
 
@@ -243,13 +243,6 @@ def help_text(doc: str | None) -> str:
             "",
             "keys of the run (those of the groups are in docs/config.md):",
             *(f"  {key.path:20}{key.help} [{default_text(key.default)}]" for key in run_keys),
-            "",
-            "examples:",
-            f"  {script} experiment=quickstart",
-            f"  {script} experiment=tiny_sort num_steps=20 trainer=zero2 cluster.train_ranks=2",
-            f"  {script} model=hf model.path=/models/mine data=file data.path=sums.jsonl reward.shuffle=true",
-            f"  {script} -m experiment=tiny_sort trainer.lr=1e-4,3e-4 'seed=range(3)'",
-            f"  {script} experiment=quickstart --cfg job",
             "",
             "Every key, its type, default and meaning, and how to quote values: docs/config.md",
         ]

@@ -142,6 +142,27 @@ def every_layout(ranks: int, dtype: Dtype) -> Iterator[TrainLayout]:
         )
 
 
+# Keys by which a head changes its logits; scoring reads hidden states and the head's matrix, so it would miss them.
+LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+
+
+def head_refusal(model: Mapping[str, Any]) -> str | None:
+    """Why a causal language model of this config.json cannot be scored; None when it can."""
+    for key in LOGIT_TRANSFORMS:
+        if model.get(key) not in (None, 0, 1):
+            return (
+                f"a {model.get('model_type')} with {key}={model[key]}: the trainer would score another distribution "
+                "than the engine samples"
+            )
+    return None
+
+
+def sliding_window(model: Mapping[str, Any]) -> int | None:
+    """Tokens that an attention layer of this config.json sees at most; None when it sees all."""
+    window: int | None = model.get("sliding_window")
+    return window if window and model.get("use_sliding_window", True) else None
+
+
 def model_refusal(layout: TrainLayout, model: Mapping[str, Any]) -> str | None:
     """Why the model of this config.json cannot be trained in a layout that is legal by itself; None when it can."""
     heads = model.get("num_attention_heads", 1)
@@ -151,8 +172,7 @@ def model_refusal(layout: TrainLayout, model: Mapping[str, Any]) -> str | None:
             f"trainer.sp={layout.sp}: must divide the model's {heads} attention heads, and divide its {kv_heads} kv "
             "heads or be a multiple of them"
         )
-    windows = model.get("sliding_window") and model.get("use_sliding_window", True)
-    if layout.sp > 1 and windows:
+    if layout.sp > 1 and sliding_window(model) is not None:
         return f"trainer.sp={layout.sp}: this model has a sliding window, which parts of a row would not see; use sp=1"
     if layout.tp > 1:
         wide = model.get("intermediate_size", layout.tp)

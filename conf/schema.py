@@ -46,11 +46,22 @@ def require(condition: bool, message: str) -> None:
 
 
 def require_range(
-    section: str, key: str, value: float, low: float, high: float = math.inf, open_low: bool = False
+    section: str,
+    key: str,
+    value: float,
+    low: float,
+    high: float = math.inf,
+    open_low: bool = False,
+    open_high: bool = False,
 ) -> None:
-    """Raises ConfigError unless low <= value <= high (low < value when `open_low`); NaN and infinity are refused."""
-    inside = math.isfinite(value) and (value > low if open_low else value >= low) and value <= high
-    bound = f"{'>' if open_low else '>='} {low:g}" + ("" if high == math.inf else f" and <= {high:g}")
+    """Raises ConfigError unless low <= value <= high (low < value when `open_low`, value < high when `open_high`).
+
+    NaN and infinity are refused.
+    """
+    above = value > low if open_low else value >= low
+    inside = math.isfinite(value) and above and (value < high if open_high else value <= high)
+    bound = f"{'>' if open_low else '>='} {low:g}"
+    bound += "" if high == math.inf else f" and {'<' if open_high else '<='} {high:g}"
     finite = "" if math.isfinite(value) else "finite and "
     require(inside, f"{section}{key}={value}: must be {finite}{bound}")
 
@@ -136,8 +147,8 @@ class AlgoConfig:
         require_range("algo.", "clip_low", self.clip_low, 0, 1, open_low=True)
         require_range("algo.", "clip_high", self.clip_high, 0, open_low=True)
         require(
-            self.dual_clip == 0 or self.dual_clip > 1,
-            f"algo.dual_clip={self.dual_clip}: must be above 1 (the paper uses 3), or 0 to turn it off",
+            self.dual_clip == 0 or 1 < self.dual_clip < math.inf,
+            f"algo.dual_clip={self.dual_clip}: must be finite and above 1 (the paper uses 3), or 0 to turn it off",
         )
         for key in ("sapo_tau_positive", "sapo_tau_negative", "correction_high"):
             require_range("algo.", key, getattr(self, key), 0, open_low=True)
@@ -153,6 +164,8 @@ class AlgoConfig:
         require_range("algo.", "num_mini_batches", self.num_mini_batches, 1)
         require(math.isfinite(self.truncated_reward), f"algo.truncated_reward={self.truncated_reward}: must be finite")
         low, high = self.curriculum_low, self.curriculum_high
+        for key, bound in (("curriculum_low", low), ("curriculum_high", high)):
+            require(bound is None or math.isfinite(bound), f"algo.{key}={bound}: must be finite, or null for no bound")
         require(
             low is None or high is None or low < high,
             f"algo.curriculum_low={self.curriculum_low} with algo.curriculum_high={self.curriculum_high}: "
@@ -422,8 +435,8 @@ class TrainerConfig:
         require_range("trainer.", "momentum", self.momentum, 0, 1)
         require_range("trainer.", "lr", self.lr, 0)
         require_range("trainer.", "warmup_ratio", self.warmup_ratio, 0, 1)
-        require_range("trainer.", "beta1", self.beta1, 0, 1)
-        require_range("trainer.", "beta2", self.beta2, 0, 1)
+        require_range("trainer.", "beta1", self.beta1, 0, 1, open_high=True)
+        require_range("trainer.", "beta2", self.beta2, 0, 1, open_high=True)
         require_range("trainer.", "eps", self.eps, 0, open_low=True)
         require_range("trainer.", "weight_decay", self.weight_decay, 0)
         require_range("trainer.", "grad_clip", self.grad_clip, 0)
@@ -562,6 +575,7 @@ class EvaluationConfig:
     def __post_init__(self) -> None:
         require_range("evaluation.", "every", self.every, 0)
         require_range("evaluation.", "samples", self.samples, 1)
+        require_range("evaluation.", "seed", self.seed, 0, 2**31 - 1)
         require_range("evaluation.", "temperature", self.temperature, 0, open_low=True)
 
 
@@ -611,7 +625,8 @@ class SftConfig:
         require_range("sft.", "lr", self.lr, 0, open_low=True)
         require_range("sft.", "warmup_steps", self.warmup_steps, 0)
         require_range("sft.", "final_lr_ratio", self.final_lr_ratio, 0, 1)
-        require_range("sft.", "beta2", self.beta2, 0, 1)
+        require_range("sft.", "beta2", self.beta2, 0, 1, open_high=True)
+        require_range("sft.", "weight_decay", self.weight_decay, 0)
         require_range("sft.", "grad_clip", self.grad_clip, 0)
 
 
@@ -655,6 +670,7 @@ class Config:
         require_range("", "prompts_per_step", self.prompts_per_step, 1)
         require_range("", "samples_per_prompt", self.samples_per_prompt, 1)
         require_range("", "max_lag", self.max_lag, 0)
+        require(self.run_dir != "", "run_dir='': give a folder, or null for runs/<date>-<name>")
         require(bool(self.resume), "resume='': must be auto, never or the path of a checkpoint")
         require_range("", "seed", self.seed, 0, 2**31 - 1)
         require(
@@ -687,9 +703,26 @@ class Config:
         require(
             rows % replicas == 0,
             f"prompts_per_step={self.prompts_per_step} x samples_per_prompt={self.samples_per_prompt} / "
-            f"algo.num_mini_batches={self.algo.num_mini_batches} = {rows} rows: not divisible by {ranks}",
+            f"algo.num_mini_batches={self.algo.num_mini_batches} = {rows} rows: not divisible by {ranks}; change one",
         )
         trainer = self.trainer
+        whole_batch = self.prompts_per_step * self.samples_per_prompt
+        require(
+            self.algo.kl_target == 0 or self.algo.kl_horizon > 0.2 * whole_batch,
+            f"algo.kl_horizon={self.algo.kl_horizon} with prompts_per_step={self.prompts_per_step} x "
+            f"samples_per_prompt={self.samples_per_prompt}: one step could make the KL coefficient negative; use more "
+            f"than {0.2 * whole_batch:g}",
+        )
+        require(
+            self.sync.probe_tokens < self.rollout.max_model_len,
+            f"sync.probe_tokens={self.sync.probe_tokens} with rollout.max_model_len={self.rollout.max_model_len}: the "
+            "probe row must be shorter",
+        )
+        require(
+            not (self.reward.separate and self.algo.truncated is Truncated.punish),
+            "reward.separate=true with algo.truncated=punish: named rewards are compared one by one, so there is no "
+            "one reward to replace; use algo.truncated=mask or keep",
+        )
         require(
             not trainer.replay_routing or self.algo.steps_per_batch > 1,
             f"trainer.replay_routing=true with algo.num_mini_batches={self.algo.num_mini_batches}, algo.num_epochs="
@@ -699,6 +732,11 @@ class Config:
             self.lora.rank == 0 or (trainer.tp == trainer.ep == 1),
             f"lora.rank={self.lora.rank} with trainer.tp={trainer.tp}, trainer.ep={trainer.ep}: adapters are not cut; "
             "use trainer.tp=1 and trainer.ep=1",
+        )
+        require(
+            self.lora.rank == 0 or trainer.optimizer is not Optimizer.muon,
+            f"lora.rank={self.lora.rank} with trainer.optimizer=muon: adapters are thin, and Muon is for "
+            "whole matrices; use trainer.optimizer=adamw",
         )
         require(
             self.lora.rank == 0 or self.algo.reference_refresh == 0,
@@ -711,8 +749,10 @@ class Config:
             "give one size for all engines or one for each",
         )
         require(
-            self.trainer.layout is not Layout.shared_prefix or self.prompts_per_step >= replicas,
-            f"trainer.layout=shared_prefix with prompts_per_step={self.prompts_per_step} and {ranks}: "
+            self.trainer.layout is not Layout.shared_prefix
+            or self.prompts_per_step // self.algo.num_mini_batches >= replicas,
+            f"trainer.layout=shared_prefix with prompts_per_step={self.prompts_per_step}, algo.num_mini_batches="
+            f"{self.algo.num_mini_batches} and {ranks}: "
             "a rank would have no group; use trainer.layout=padded",
         )
 

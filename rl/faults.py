@@ -6,11 +6,11 @@ class RoleError(RuntimeError):
 
 
 class RoleDied(RoleError):
-    """The process of an actor is gone: a restartable fault."""
+    """The process of an actor is gone."""
 
 
 class RoleTimeout(RoleError):
-    """An actor did not answer within its deadline: a restartable fault."""
+    """An actor did not answer within its deadline."""
 
 
 class CheckpointError(RuntimeError):

@@ -87,7 +87,7 @@ class View:
             self.num_failed += int(failed) if math.isfinite(failed) else 0
             self.history.append(row)
             if self.display is None:
-                self._print(plain_line(step, self.num_steps, row, self.num_failed, self.time_left_s()))
+                self._print(plain_line(step, self.num_steps, row, self.time_left_s()))
             else:
                 self.display.refresh()
 
@@ -140,7 +140,7 @@ class View:
                 trend = sparkline(values[-TREND_STEPS:], ascii_only) if key in (names.REWARD, names.ENTROPY) else ""
                 figures.add_row(label, Text(value, style="bold", justify="right"), Text(trend, style="green"))
         if self.num_failed:
-            figures.add_row("failed samples", Text(str(self.num_failed), style="bold red", justify="right"), "")
+            figures.add_row("failed samples in all", Text(str(self.num_failed), style="bold red", justify="right"), "")
         parts: list[RenderableType] = [figures]
         phases = {name: last[key] for name, key in names.phase_keys([last]).items() if math.isfinite(last[key])}
         if phases:
@@ -164,15 +164,15 @@ def open_view(num_steps: int, *, name: str = "", live: bool = True, console: Con
     return View(num_steps, name, console, live and console.is_terminal and not console.is_dumb_terminal)
 
 
-def plain_line(step: int, num_steps: int, metrics: Mapping[str, float], num_failed: int, left_s: float | None) -> str:
+def plain_line(step: int, num_steps: int, metrics: Mapping[str, float], left_s: float | None) -> str:
     """One step on one line, for logs."""
     parts = [f"step {step}/{num_steps}"]
     parts += [f"{label} {form.format(metrics[key])}" for key, _, label, form in SHOWN if key in metrics]
     phases = " ".join(f"{name} {metrics[key]:.1f}" for name, key in names.phase_keys([metrics]).items())
     if names.STEP_S in metrics:
         parts.append(f"{metrics[names.STEP_S]:.1f} s" + (f" ({phases})" if phases else ""))
-    if num_failed:
-        parts.append(f"failed samples {num_failed}")
+    if metrics.get(names.NUM_FAILED):
+        parts.append(f"failed samples {metrics[names.NUM_FAILED]:.0f}")
     if left_s:
         parts.append(f"{names.duration(left_s)} left")
     return " | ".join(parts)

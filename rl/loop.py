@@ -8,7 +8,7 @@ from rl import advantages, rewards
 from rl.batching import collate
 from rl.kl import adapt
 from rl.metrics import batch_metrics
-from rl.numerics import mismatch_sums, require_finite, require_match
+from rl.numerics import current_tokens, mismatch_sums, require_finite, require_match
 from rl.roles import Metrics, Roles
 from rl.sampling import draw_groups, note_pass_rates
 from rl.timing import Timer
@@ -23,7 +23,7 @@ def run(
     """Trains until `cfg.num_steps`. state.step == finished steps == weight version.
 
     `timer(phase)` times a phase; `before_first()` runs once the engines hold the first weights;
-    `after_step(state, groups, metrics)` evaluates, saves and logs. Errors pass through: recovery lives outside.
+    `after_step(state, groups, metrics)` evaluates, saves and logs. Errors pass through.
     """
     policy, critic, rollouts, per_batch = roles.policy, roles.critic, roles.rollouts, cfg.algo.steps_per_batch
     with timer("sync"):
@@ -32,7 +32,7 @@ def run(
     rollouts.start(first_position=state.prompts_consumed, version=state.step)  # at most cfg.max_lag versions ahead
     while state.step < cfg.num_steps:
         with timer("rollout"):
-            draw = draw_groups(cfg.algo, rollouts.next_groups, cfg.prompts_per_step)
+            draw = draw_groups(cfg.algo, cfg.reward.separate, rollouts.next_groups, cfg.prompts_per_step)
         batch = collate(draw.kept, sorted(cfg.reward.weights))
         batch.kl_coef = cfg.algo.kl_coef if state.kl_coef is None else state.kl_coef
         with timer("score"):
@@ -74,7 +74,7 @@ def score(cfg: Config, roles: Roles, batch: Batch, step: int) -> Metrics:
         batch.teacher_logprobs = roles.teacher.logprobs(batch)
     if roles.critic:
         batch.values, batch.bootstrap = roles.critic.values(batch)
-    metrics |= rewards.shape(cfg.algo, batch, cfg.rollout.max_tokens)
+    metrics |= rewards.shape(cfg.algo, batch, cfg.rollout)
     batch.shaping = rewards.row_rewards(batch) - given
     advantages.estimate(cfg.algo, cfg.reward, batch)
     return metrics
@@ -93,15 +93,10 @@ def scores_before_update(cfg: Config) -> bool:
 
 
 def check_mismatch(cfg: Config, batch: Batch, version: int) -> None:
-    """Raises rl.numerics.MismatchError when engine and trainer disagree, where the trainer has scored already.
-
-    With max_lag > 0 only on rows that the present weights sampled whole: since older ones the policy itself has moved.
-    """
+    """Raises rl.numerics.MismatchError when engine and trainer disagree, where the trainer has scored already."""
     if batch.train_logprobs is None:
         return
-    mask = batch.action_mask
-    if cfg.max_lag > 0:
-        mask = mask & (batch.version == version)[:, None]
+    mask = current_tokens(batch, version, cfg.max_lag)
     if mask.any():
         sums = mismatch_sums(batch.train_logprobs, batch.rollout_logprobs, mask)
         require_match(float(sums["mismatch"]) / int(mask.sum()), cfg.rollout.mismatch_bound, version)

@@ -16,12 +16,10 @@ from rl.correction import correction_weights, corrects
 from rl.masking import masked_fill_zero, row_mean
 from rl.numerics import mismatch_sums
 from rl.quantiles import histogram
-from rl.types import Batch, Scores
+from rl.types import Batch, Scores, Sums
 
 # exp of larger log-ratios would overflow; no update is meant to reach a ratio of exp(20).
 LOG_RATIO_BOUND = 20.0
-
-Sums = dict[str, torch.Tensor]
 
 
 def log_ratio(logprobs: torch.Tensor, old_logprobs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import psutil  # type: ignore[import-untyped, unused-ignore]
 
-RUN_ID = "TANDEM_RUN_ID"  # the environment variable that marks the processes of a run
+RUN_MARK = "TANDEM_RUN_ID"  # the environment variable that marks the processes of a run
 SETTLE_S = 30.0  # a process older than this has done its exec and keeps its environment
 
 
@@ -76,7 +76,7 @@ def tree_bytes(run_id: str, known: dict[tuple[int, float], bool] | None = None) 
             key = (process.pid, process.create_time())
             mine = known.get(key)
             if mine is None:
-                mine = process.pid == os.getpid() or process.environ().get(RUN_ID) == run_id
+                mine = process.pid == os.getpid() or process.environ().get(RUN_MARK) == run_id
             # a young process may still exec into one of ours, under the same pid: ask again next time
             if mine or time.time() - key[1] > SETTLE_S:
                 seen[key] = mine

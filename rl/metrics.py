@@ -9,10 +9,7 @@ import torch
 from rl.numerics import mismatch_sums
 from rl.quantiles import quantile
 from rl.sampling import Draw
-from rl.types import Batch, Status
-
-# Sums over action tokens by name: scalars, and histograms (rl.quantiles) under names that end in `_hist`.
-Sums = dict[str, torch.Tensor]
+from rl.types import Batch, Status, Sums
 
 MISMATCH_NAMES = {"mismatch": "mismatch/mean", "mismatch_kl": "mismatch/kl", "mismatch_max": "mismatch/max"}
 

@@ -4,6 +4,7 @@ import torch
 
 from rl.masking import masked_fill_zero
 from rl.quantiles import histogram
+from rl.types import Batch
 
 
 class MismatchError(RuntimeError):
@@ -36,6 +37,15 @@ def mismatch_sums(train: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor
         "mismatch_max": gap.abs().max() if gap.numel() else torch.zeros(()),
         "mismatch_hist": histogram(gap.abs()[mask]),
     }
+
+
+def current_tokens(batch: Batch, version: int, max_lag: int) -> torch.Tensor:
+    """[B, T] bool: action tokens on which engine and trainer must agree.
+
+    With max_lag > 0 those of rows that weight version `version` sampled whole: since older ones the policy has moved.
+    """
+    fresh = batch.version == version if max_lag > 0 else torch.ones_like(batch.truncated)
+    return torch.logical_and(batch.action_mask, fresh[:, None])
 
 
 def require_match(mismatch: float, limit: float, version: int) -> None:

@@ -3,18 +3,21 @@
 import torch
 
 from conf.choices import KlEstimator, KlPlace, Truncated
-from conf.schema import AlgoConfig
+from conf.schema import AlgoConfig, RolloutConfig
 from rl.losses import kl_penalty
 from rl.masking import masked_fill_zero, row_sum
 from rl.types import Batch
 
 
-def overlong_penalty(lengths: torch.Tensor, max_tokens: int, buffer_tokens: int) -> torch.Tensor:
-    """[B]: 0 up to max - buffer tokens, then linearly down to -1 at max. Yu et al. 2025 (DAPO), equation 13."""
+def overlong_penalty(lengths: torch.Tensor, max_tokens: torch.Tensor, buffer_tokens: int) -> torch.Tensor:
+    """[B]: 0 up to max - buffer tokens, then linearly down to -1 at max. Yu et al. 2025 (DAPO), equation 13.
+
+    max_tokens [B]: where each row is cut off.
+    """
     return ((max_tokens - buffer_tokens - lengths).float() / buffer_tokens).clamp(-1, 0)
 
 
-def shape(algo: AlgoConfig, batch: Batch, max_tokens: int) -> dict[str, float]:
+def shape(algo: AlgoConfig, batch: Batch, rollout: RolloutConfig) -> dict[str, float]:
     """Changes rewards and masks of `batch` before advantages are estimated: length, truncation, KL. Returns metrics.
 
     truncated=punish replaces the reward of a truncated row by `truncated_reward`; mask takes its tokens out of the loss
@@ -25,7 +28,8 @@ def shape(algo: AlgoConfig, batch: Batch, max_tokens: int) -> dict[str, float]:
     if algo.truncated is Truncated.punish:
         batch.rewards = torch.where(batch.truncated, algo.truncated_reward, batch.rewards)
     if algo.overlong_buffer_tokens > 0:
-        penalty = overlong_penalty(batch.action_mask.sum(-1), max_tokens, algo.overlong_buffer_tokens)
+        room = (rollout.max_model_len - batch.prompt_len).clamp(max=rollout.max_tokens)
+        penalty = overlong_penalty(batch.action_mask.sum(-1), room, algo.overlong_buffer_tokens)
         batch.rewards = batch.rewards + algo.overlong_penalty * penalty
         metrics["reward/overlong_penalty"] = float(algo.overlong_penalty * penalty.mean())
     if batch.ref_logprobs is not None and algo.kl_in is KlPlace.reward:

@@ -23,13 +23,13 @@ class Draw:
     filled: int = 0
 
 
-def has_signal(group: Group) -> bool:
-    """Whether the group's valid rewards differ: otherwise its advantages are all 0."""
-    rewards = [t.reward for t in group.valid]
-    return len(rewards) > 1 and max(rewards) > min(rewards)
+def has_signal(group: Group, separate: bool) -> bool:
+    """Whether the group's valid rewards differ: otherwise its advantages are all 0. `separate`: any named one does."""
+    rewards = {(t.reward, *(sorted(t.rewards.items()) if separate else ())) for t in group.valid}
+    return len(rewards) > 1
 
 
-def draw_groups(algo: AlgoConfig, take: Callable[[int], list[Group]], count: int) -> Draw:
+def draw_groups(algo: AlgoConfig, separate: bool, take: Callable[[int], list[Group]], count: int) -> Draw:
     """`count` groups from `take`. With dynamic sampling groups without signal are replaced: Yu et al. 2025 (DAPO), 3.2.
 
     At most `max_draws` x `count` groups are drawn. What is missing then is filled with groups without signal, those
@@ -44,7 +44,7 @@ def draw_groups(algo: AlgoConfig, take: Callable[[int], list[Group]], count: int
         drawn = take(min(count - len(kept), budget))
         budget -= len(drawn)
         for group in drawn:
-            (kept if has_signal(group) else spare).append(group)
+            (kept if has_signal(group, separate) else spare).append(group)
     missing = count - len(kept)
     spare.sort(key=lambda group: (not group.valid, group.position))
     kept = sorted(kept + spare[:missing], key=lambda group: group.position)

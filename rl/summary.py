@@ -27,7 +27,7 @@ TIME = "time/"  # time/<phase>_s, and time/step_s for the whole step
 STEP_S = "time/step_s"
 SYNC_S = "time/sync_s"
 
-WINDOW = 3  # steps in reward_first and reward_last
+WINDOW = 3  # most steps in reward_first and reward_last
 
 
 def build_summary(
@@ -36,19 +36,20 @@ def build_summary(
     """The content of `summary.json`: one flat object; null where a figure was never measured.
 
     status: finished, interrupted or failed. steps: the last finished step. reward_first, reward_last: mean reward over
-    the first and the last 3 steps (one step is 64 samples or so: too noisy alone; they overlap in a run of fewer than 6
-    steps). eval_*: the first and the last evaluation. mismatch_max: largest step mean, null if any was not finite.
-    *_tok_s, *_s_median and phases (seconds by phase): medians over steps, so the slow first step does not count.
-    peak_rss_bytes: see rl/memory.py. wall_s: seconds of the run, with earlier parts of a resumed one if the caller adds
-    them.
+    the first and the last 3 steps (one step is 64 samples or so: too noisy alone); of a run of fewer than 6 steps, over
+    the first and the last half of them. eval_*: the first and the last evaluation. mismatch_max: largest step mean,
+    null if any was not finite. *_tok_s, *_s_median and phases (seconds by phase): medians over steps, so the slow first
+    step does not count. peak_rss_bytes: see rl/memory.py. wall_s: seconds from the start of the cluster, with earlier
+    parts of a resumed run if the caller adds them.
     """
     rewards = series(history, REWARD)
+    window = max(1, min(WINDOW, len(rewards) // 2))
     mismatches = [row[MISMATCH] for row in history if MISMATCH in row]
     summary: dict[str, Any] = {
         "status": status,
         "steps": max((int(row[STEP]) for row in history), default=0),
-        "reward_first": fmean(rewards[:WINDOW]) if rewards else None,
-        "reward_last": fmean(rewards[-WINDOW:]) if rewards else None,
+        "reward_first": fmean(rewards[:window]) if rewards else None,
+        "reward_last": fmean(rewards[-window:]) if rewards else None,
         **_first_last("eval", series(history, EVAL)),
         **_first_last("eval_greedy", series(history, EVAL_GREEDY)),
         "mismatch_max": max(mismatches) if mismatches and all(map(math.isfinite, mismatches)) else None,

@@ -50,8 +50,7 @@ class JsonlLogger:
     """
 
     def __init__(self, path: Path, resumed_step: int = 0) -> None:
-        kept = [line for step, line in _read_lines(path) if step <= resumed_step] if resumed_step else []
-        write_text(path, "".join(f"{line}\n" for line in kept))
+        keep_steps(path, resumed_step)
         self.file: IO[str] = path.open("a", encoding="utf-8")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -255,6 +254,12 @@ def open_loggers(
     return Tracker(loggers=loggers, history=read_metrics(path), ids=ids)
 
 
+def keep_steps(path: Path, last: int) -> None:
+    """Leaves the whole lines of steps up to `last` in a JSON-lines file; none when that is 0."""
+    kept = [line for step, line in _read_lines(path) if step <= last] if last else []
+    write_text(path, "".join(f"{line}\n" for line in kept))
+
+
 def read_metrics(path: Path) -> list[dict[str, float]]:
     """The steps of a metrics.jsonl as `Tracker.history` has them; null is read as nan, a half-written line left out."""
     rows = []
@@ -354,7 +359,7 @@ def _unreachable(url: str) -> str:
 
 
 def _read_lines(path: Path) -> list[tuple[int, str]]:
-    """(step, line) of each whole line of a metrics.jsonl; empty without a file."""
+    """(step, line) of each whole line of a JSON-lines file with steps; empty without a file."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:

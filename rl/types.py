@@ -10,6 +10,9 @@ from typing import Any
 
 import torch
 
+# Sums over action tokens by name: scalars, and histograms (rl.quantiles) under names that end in `_hist`.
+Sums = dict[str, torch.Tensor]
+
 
 class Status(Enum):
     """How an episode ended. Only `ok` enters group statistics and the batch; the rest is counted and shown."""

@@ -55,7 +55,7 @@ def call_generator(cfg: DataConfig, split: str, seed: int, size: int, kwargs: di
         records = function(split, seed, size, **kwargs)
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # sys.exit in it would end this program without a word
         raise ConfigError(f"{key}: raised\n{traceback.format_exc(limit=-5)}") from error
     if not isinstance(records, list):
         raise ConfigError(f"{key}: returned a {type(records).__name__}, not a list of dicts")

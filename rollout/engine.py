@@ -162,15 +162,14 @@ class RolloutEngine:
             )
             return
         self._loop.call_soon_threadsafe(ready.set_result, None)
-        while True:
-            busy = bool(self._running) and not self._paused
-            self._take_commands(block=not busy)
-            if self._running and not self._paused:
-                try:
+        try:
+            while True:
+                busy = bool(self._running) and not self._paused
+                self._take_commands(block=not busy)
+                if self._running and not self._paused:
                     self._step()
-                except Exception as error:  # vLLM cannot be used after a failed step: everything in flight is lost
-                    self._fail_all(f"rollout engine {self.index} died while sampling: {error!r}")
-                    return
+        except Exception as error:  # vLLM cannot be used after a failed step: everything in flight is lost
+            self._fail_all(f"rollout engine {self.index} died while sampling: {error!r}")
 
     def _take_commands(self, block: bool) -> None:
         """Runs every waiting command, in order; waits a while for the first when `block`."""
@@ -198,6 +197,8 @@ class RolloutEngine:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
         self._commands.put((command, future, loop))
+        if self._dead and not future.done():  # it died in between, and nobody reads the queue
+            future.set_exception(RuntimeError(self._dead))
         return await future
 
     async def _rpc(self, method: Any, **kwargs: Any) -> Any:
@@ -273,9 +274,12 @@ class RolloutEngine:
         self._loop.call_soon_threadsafe(self._done.put_nowait, outcome)
 
     def _fail_all(self, message: str) -> None:
-        self._dead = message
+        self._dead = message  # nothing is queued from now on
         for request_id in self._running:
             self._finish(Outcome(request_id=request_id, error=message))
+        while not self._commands.empty():
+            _, future, loop = self._commands.get()
+            loop.call_soon_threadsafe(set_unless_done, future, None, RuntimeError(message))
 
     def _shut_down(self) -> None:
         self._llm.engine_core.shutdown()

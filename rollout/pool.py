@@ -85,12 +85,13 @@ class RolloutPool:
 
     def set_version(self, version: int) -> None:
         """As rl.roles.Rollouts."""
-        self._wait(self._advance(version), 60.0)
+        self._wait(self._advance(version), self.cfg.rollout.deadline_s + GRACE_S)
 
     def next_groups(self, count: int) -> list[Group]:
         """As rl.roles.Rollouts. Raises RoleTimeout when they do not come, RoleDied when every engine is gone."""
         greedy = self.cfg.algo.advantage is Advantage.remax
-        groups = self._wait(self._take(count), self._limit_s(count * (self.cfg.samples_per_prompt + greedy)))
+        open_groups = max(count, len(self._groups))  # those of later steps queue for the same reward processes
+        groups = self._wait(self._take(count), self._limit_s(open_groups * (self.cfg.samples_per_prompt + greedy)))
         if self.cfg.reward.shuffle:
             shuffle_rewards(groups, seed=self.cfg.seed * 1_000_003 + groups[0].position)
         return groups
@@ -162,12 +163,14 @@ class RolloutPool:
             for prompt in prompts
         ]
         await self._send(batches)
-        rows = [
-            list(await asyncio.gather(*(self._finish(prompt, *item) for item in row)))
-            for prompt, row in zip(prompts, pending, strict=True)
-        ]
+        rows = await asyncio.gather(
+            *(
+                asyncio.gather(*(self._finish(prompt, *item) for item in row))
+                for prompt, row in zip(prompts, pending, strict=True)
+            )
+        )
         self._require_living()
-        return rows
+        return [list(row) for row in rows]
 
     async def _gather(self, position: int, prompt: Prompt, pending: list[tuple[str, int]], version: int) -> Group:
         trajectories = list(await asyncio.gather(*(self._finish(prompt, *item) for item in pending)))

@@ -2,23 +2,27 @@
 
 import math
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from conf.choices import Layout
 from conf.errors import ConfigError
-from conf.layout import EXPERT_KEYS, model_refusal
+from conf.layout import EXPERT_KEYS, head_refusal, model_refusal, sliding_window
 from conf.schema import Config, LoraConfig
-from rl.plan.memory import elements_of, state_bytes
+from rl.plan.memory import ITEM_BYTES, elements_of, state_bytes
 from rl.types import Prompt
-from rollout.data import load_records, load_tokenizer, read_object, render_prompts
+from rollout.data import load_demonstrations, load_records, load_tokenizer, read_object, render_prompts
 from rollout.rewards import check_reward
 from rollout.role_models import check_role_models
 from weightsync.folder import folder_shapes
 
-# Bytes of a checkpoint for each parameter: fp32 master and two fp32 moments.
+NO_REWARD = "rollout.tasks.nothing.reward"  # of conf/reward/none.yaml
+
+# Bytes of a checkpoint for each trained parameter: fp32 master and two fp32 moments.
 CHECKPOINT_BYTES = 12
 
 
@@ -45,6 +49,8 @@ def prepare(cfg: Config) -> Prepared:
     model = read_model_config(cfg)
     check_role_models(cfg, tokenizer)
     shapes = model_shapes(Path(cfg.model.path))
+    require_described(Path(cfg.model.path), model, shapes)
+    require_attention(cfg.model.attention)
     require_targets(cfg.lora, shapes)
     train_rows, eval_rows = load_records(cfg.data, cfg.seed)
     room = cfg.rollout.max_model_len - 1
@@ -60,7 +66,11 @@ def prepare(cfg: Config) -> Prepared:
             f"evaluation.every={cfg.evaluation.every}, but there are no held-out prompts: "
             "set data.eval_size or data.eval_path, or evaluation.every=0"
         )
+    if cfg.sft.num_steps:
+        load_demonstrations(cfg.data, cfg.sft, tokenizer, 1, cfg.seed)
     warnings = [w for w in (check_reward(cfg.reward, train[0].record),) if w]
+    if cfg.evaluation.every and cfg.reward._target_ == NO_REWARD:
+        warnings.append(f"reward._target_={NO_REWARD}: evaluation has no reward to report; eval/* will be 0")
     if dropped + eval_dropped:
         warnings.append(f"data.drop_overlong: left out {dropped} training and {eval_dropped} held-out prompts")
     longest = max(len(p.token_ids) for p in train + held_out)
@@ -96,9 +106,16 @@ def read_model_config(cfg: Config) -> dict[str, Any]:
             raise ConfigError(
                 f"rollout.tp={list(cfg.rollout.tp)}: {size} does not divide the model's {heads} attention heads"
             )
-    refusal = model_refusal(cfg.train_layout, model)
+    refusal = model_refusal(cfg.train_layout, model) or head_refusal(model)
     if refusal is not None:
         raise ConfigError(f"{refusal} ({path})")
+    window = sliding_window(model)
+    if cfg.trainer.layout is Layout.shared_prefix and window is not None and window < cfg.rollout.max_model_len:
+        raise ConfigError(
+            f"trainer.layout=shared_prefix with rollout.max_model_len={cfg.rollout.max_model_len}: the model's "
+            f"attention sees {window} tokens only ({path}), which a shared prompt's cache does not keep; use "
+            "trainer.layout=padded"
+        )
     if cfg.trainer.replay_routing and not any(key in model for key in EXPERT_KEYS):
         raise ConfigError(f"trainer.replay_routing=true: a {model.get('model_type')} has no experts ({path})")
     if cfg.trainer.tp > 1 and not has_matrix_cuts(str(model.get("model_type"))):
@@ -117,6 +134,32 @@ def has_matrix_cuts(model_type: str) -> bool:
     return any(name.startswith("layers.") for name in plan or {})
 
 
+def require_described(folder: Path, model: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises ConfigError unless config.json names a kind of model, and has the sizes of the weights beside it."""
+    path = folder / "config.json"
+    if not isinstance(model.get("model_type"), str):
+        raise ConfigError(f"{path}: no model_type; it must be the config.json of a Hugging Face model")
+    embedding = next((shape for name, shape in shapes.items() if name.endswith("embed_tokens.weight")), None)
+    described = (model.get("vocab_size"), model.get("hidden_size"))
+    if embedding is not None and None not in described and embedding != described:
+        raise ConfigError(
+            f"{path}: vocab_size={described[0]} and hidden_size={described[1]}, but the weights beside it embed "
+            f"{embedding[0]} tokens in {embedding[1]} numbers: they are of another model"
+        )
+
+
+def require_attention(name: str) -> None:
+    """Raises ConfigError for an attention implementation that transformers does not have, or cannot import here."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    from transformers.utils import is_flash_attn_2_available
+
+    choices = ["eager", *(n for n in ALL_ATTENTION_FUNCTIONS.valid_keys() if "|" not in n)]
+    if name not in choices:
+        raise ConfigError(f"model.attention={name}: must be one of {', '.join(sorted(set(choices)))}")
+    if name == "flash_attention_2" and not is_flash_attn_2_available():
+        raise ConfigError("model.attention=flash_attention_2: the package flash-attn is not installed; use sdpa")
+
+
 def model_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every tensor of a Hugging Face folder. Raises ConfigError when there are no weights."""
     try:
@@ -131,8 +174,10 @@ def stop_tokens(folder: Path, tokenizer: Any, model: dict[str, Any]) -> tuple[in
     path = folder / "generation_config.json"
     if path.exists():
         found.append(read_object(path).get("eos_token_id"))
-    flat = [i for item in found for i in (item if isinstance(item, list) else [item])]
-    return tuple(sorted({int(i) for i in flat if i is not None}))
+    flat = [i for item in found for i in (item if isinstance(item, list) else [item]) if i is not None]
+    if any(not isinstance(i, int) for i in flat):
+        raise ConfigError(f"model.path={folder}: eos_token_id in config.json or {path.name}: {flat}: must be token ids")
+    return tuple(sorted(set(flat)))
 
 
 def require_targets(lora: LoraConfig, shapes: dict[str, tuple[int, ...]]) -> None:
@@ -146,26 +191,40 @@ def require_targets(lora: LoraConfig, shapes: dict[str, tuple[int, ...]]) -> Non
         )
 
 
+def num_adapter_parameters(lora: LoraConfig, shapes: dict[str, tuple[int, ...]]) -> int:
+    """Elements of the adapters: two thin matrices for each adapted one."""
+    matrices = {name: shape for name, shape in shapes.items() if len(shape) == 2 and ".layers." in name}
+    adapted = [s for name, s in matrices.items() if not lora.targets or name.split(".")[-2] in lora.targets]
+    return sum(lora.rank * (rows + columns) for rows, columns in adapted)
+
+
 def require_memory(cfg: Config, shapes: dict[str, tuple[int, ...]], device: str) -> None:
     """Raises ConfigError when this machine cannot hold what its training ranks will: on a CPU all of their state, on
-    GPUs what is offloaded to the host. A cluster that is joined is not looked at.
+    GPUs what is offloaded to the host; or, on a CPU, the engines' caches. A cluster that is joined is not looked at.
     """
     if cfg.cluster.address is not None:
         return
-    tied = {name: shape for name, shape in shapes.items() if name != "lm_head.weight"}
+    have = psutil.virtual_memory().total
+    if read_object(Path(cfg.model.path) / "config.json").get("tie_word_embeddings"):  # a folder may hold it twice
+        shapes = {name: shape for name, shape in shapes.items() if name != "lm_head.weight"}
     layout = cfg.train_layout
-    state = state_bytes(layout, elements_of(tied), num_moments=2)
+    state = state_bytes(layout, elements_of(shapes), num_moments=2)
     wanted = state.total if cfg.lora.rank == 0 else state.weights
     if device == "cuda":
         wanted = (state.master + state.moments) * layout.offload_optimizer + state.weights * layout.offload_parameters
     wanted *= layout.ranks * (2 if cfg.algo.has_critic else 1)
-    have = psutil.virtual_memory().total
     if wanted > have:
         raise ConfigError(
             f"trainer.zero_stage={layout.zero_stage}, cluster.train_ranks={layout.ranks}, trainer.offload_optimizer="
             f"{str(layout.offload_optimizer).lower()}: {layout.ranks} ranks of this model hold {wanted / 1e9:.1f} GB "
             f"in this machine's memory, which has {have / 1e9:.1f} GB; use a higher ZeRO stage, fewer ranks, "
             "lora.rank, or more machines"
+        )
+    caches = cfg.rollout.kv_cache_bytes * cfg.cluster.rollout_engines
+    if device == "cpu" and caches > have:
+        raise ConfigError(
+            f"rollout.kv_cache_bytes={cfg.rollout.kv_cache_bytes} with cluster.rollout_engines="
+            f"{cfg.cluster.rollout_engines}: {caches / 1e9:.1f} GB, but this machine has {have / 1e9:.1f} GB"
         )
 
 
@@ -175,10 +234,12 @@ def require_disk(cfg: Config, shapes: dict[str, tuple[int, ...]]) -> None:
     """
     run_dir = Path(cfg.run_dir or (cfg.resume if cfg.resume not in ("auto", "never") else "runs")).absolute()
     disk = next(folder for folder in (run_dir, *run_dir.parents) if folder.exists())
-    parameters = sum(math.prod(shape) for shape in shapes.values()) * (2 if cfg.algo.has_critic else 1)
-    wanted = parameters * (
-        (CHECKPOINT_BYTES if cfg.checkpoint.every or cfg.checkpoint.at_end else 0) + (4 if cfg.checkpoint.export else 0)
-    )
+    parameters = sum(math.prod(shape) for shape in shapes.values())
+    trained = parameters if cfg.lora.rank == 0 else num_adapter_parameters(cfg.lora, shapes)
+    trained += parameters * cfg.algo.has_critic
+    saves = cfg.checkpoint.every > 0 or cfg.checkpoint.at_end
+    wanted = trained * CHECKPOINT_BYTES * saves
+    wanted += parameters * ITEM_BYTES[cfg.trainer.dtype] * cfg.checkpoint.export
     free = shutil.disk_usage(disk).free
     if free < wanted:
         raise ConfigError(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.errors import ConfigError
+from conf.layout import head_refusal
 from conf.schema import Config
 from rollout.data import load_tokenizer, read_object
 from weightsync.folder import folder_shapes
@@ -21,6 +22,10 @@ def check_role_models(cfg: Config, tokenizer: Any) -> None:
     ):
         if path is not None:
             require_same_tokens(key, path, tokenizer)
+    if cfg.teacher.path is not None:
+        refusal = head_refusal(read_object(Path(cfg.teacher.path) / "config.json", "teacher.path"))
+        if refusal is not None:
+            raise ConfigError(f"teacher.path={cfg.teacher.path}: {refusal}")
     if cfg.reward_model.path is not None:
         require_one_score(cfg.reward_model.path)
 

@@ -353,9 +353,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of a tiny model's weights (default: 0)")
     args = parser.parse_args(argv)
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault(
-        "DS_ACCELERATOR", "cpu"
-    )  # transformers imports DeepSpeed, which would look for a GPU and warn
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # transformers imports DeepSpeed, which warns of a missing GPU
     out = args.out or Path(__file__).resolve().parent.parent / "models" / args.model
     try:
         if args.model == "smollm2":

@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
-from actors.checkpoint import publish
+from actors.checkpoint import list_checkpoints, publish
 from actors.cluster import Cluster, detect_device
 from actors.engine import optimizer_spec
 from actors.group import RankGroup, in_thread
@@ -36,7 +36,7 @@ from rl.run_folder import write_config, write_json, write_versions
 from rl.sampling import is_settled
 from rl.summary import build_summary, final_table, plot_reward
 from rl.timing import make_timer
-from rl.tracking import Tracker, open_loggers
+from rl.tracking import Tracker, keep_steps, open_loggers
 from rl.types import Group, RunState
 from rollout.engines import EngineGroup
 from rollout.evaluate import evaluate
@@ -45,6 +45,8 @@ from rollout.preflight import Prepared, prepare, require_disk, require_memory
 from rollout.rewards import RewardPool
 from scripts.sft import warm_start
 from weightsync.sync import WeightSync
+
+ROLLOUTS = "rollouts.jsonl"  # in the run folder
 
 # Errors that a user can act on from the message alone: shown without a traceback.
 PLAIN_ERRORS = (
@@ -81,6 +83,7 @@ def train(cfg: Config) -> int:
     ):
         for line in [*start.messages, *prepared.warnings]:
             view.message(line)
+        keep_steps(start.run_dir / ROLLOUTS, state.step)
         view.message(f"run folder {start.run_dir}" + (f", resuming at step {state.step}" if state.step else ""))
         with open_loggers(cfg.tracking, start.run_dir, config, state.tracking_ids, state.step, view.message) as tracker:
             state.tracking_ids = dict(tracker.ids)
@@ -97,6 +100,7 @@ class Session:
         self.phases: dict[str, float] = {}
         self.timer = make_timer(self.phases, view.phase)
         self.begun = time.monotonic()
+        self.failure_shown = False
         # The present reference, once it is no longer the model that training started from.
         kept = start.checkpoint / "reference" if start.checkpoint else None
         self.reference_folder = kept if kept is not None and state.reference_step > 0 else None
@@ -113,13 +117,19 @@ class Session:
                 self._train(cluster, stack)
             except (KeyboardInterrupt, SystemExit) as stop:
                 status, error = "interrupted", type(stop).__name__
-                code = 130 if isinstance(stop, KeyboardInterrupt) else 143  # Ray's own SIGTERM handler gives another
+                code = 143  # Ray's own handler of SIGTERM gives another
+                if isinstance(stop, KeyboardInterrupt):
+                    code = 130
+                elif stop.code == 129:
+                    code = 129
                 self.view.message("interrupted: stopping actors and removing temporary files")
             except PLAIN_ERRORS as failure:
                 status, error, code = "failed", str(failure), 1
             except BaseException as failure:
                 status, error = "failed", f"{type(failure).__name__}: {failure}"
-                raise
+                if not self._is_of_run_dir(failure):
+                    raise
+                error, code = f"the run folder cannot be written any more: {failure}", 1
             finally:
                 wall_s = self.state.wall_s + time.monotonic() - self.begun
                 summary = build_summary(
@@ -135,8 +145,15 @@ class Session:
         self.view.console.print(final_table(summary))
         if code == 1:
             print(f"error: {error}\nlogs of the actors: {self.start.run_dir / 'logs'}", file=sys.stderr)
+            saved = list_checkpoints(self.start.run_dir / "checkpoints")
+            if saved:
+                print(f"the same command with run_dir={self.start.run_dir} continues from {saved[-1]}", file=sys.stderr)
         self.tracker.finish(code)
         return code
+
+    def _is_of_run_dir(self, failure: BaseException) -> bool:
+        """Whether it says that a file of the run folder cannot be written: removed, say, or on a disk that has gone."""
+        return isinstance(failure, OSError) and str(failure.filename or "").startswith(str(self.start.run_dir))
 
     def _write(self, name: str, write: Callable[[Path], object]) -> None:
         """Writes a closing record. A full disk costs that record, and not the message of what has ended the run."""
@@ -223,9 +240,14 @@ class Session:
         """The model folder that the policy starts from: model.path, or the warm start's, made once in this run."""
         if self.cfg.sft.num_steps == 0:
             return self.cfg.model.path
+        base = self.start.manifest.get("base")
+        if base is not None and Path(base).is_dir():  # what the checkpoint was trained on
+            return str(base)
         out = self.start.run_dir / "sft"
         config = to_dict(self.cfg)
-        made_from = {key: config[key] for key in ("sft", "data", "model", "seed")}
+        made_from = {key: config[key] for key in ("sft", "data", "model", "seed")} | {
+            "dtype": config["trainer"]["dtype"]
+        }
         stamp = out / "tandem_sft.json"
         if not stamp.exists() or json.loads(stamp.read_text()) != made_from:
             with self.view.phase("warm start"):
@@ -310,9 +332,13 @@ class Session:
         """A few rollouts of the step, with what went wrong in it, to rollouts.jsonl."""
         trajectories = [(g, t) for g in groups for t in g.trajectories]
         failed = [pair for pair in trajectories if not pair[1].valid]
+        if failed and not self.failure_shown:
+            self.failure_shown, (_, first) = True, failed[0]
+            reason = first.error.strip().splitlines()[-1] if first.error.strip() else "(no message)"
+            self.view.message(f"a sample failed ({first.status.value}): {reason}; this and further ones: {ROLLOUTS}")
         every = max(1, len(trajectories) // max(1, self.cfg.tracking.samples_per_step))
         shown = failed[:4] + trajectories[::every][: self.cfg.tracking.samples_per_step]
-        with (self.start.run_dir / "rollouts.jsonl").open("a") as file:
+        with (self.start.run_dir / ROLLOUTS).open("a") as file:
             for group, t in shown:
                 row = {
                     "step": step,
@@ -386,13 +412,17 @@ def probe_row(vocabulary: int, count: int, seed: int) -> list[int]:
 
 @contextmanager
 def terminated_as_exit() -> Iterator[None]:
-    """SIGTERM unwinds like an exception, so that everything is stopped; code 143."""
+    """SIGTERM, and SIGHUP of a terminal that has gone, unwind like an exception, so that everything is stopped.
 
-    def leave(_signal: int, _frame: FrameType | None) -> None:
-        raise SystemExit(143)
+    Codes 143 and 129.
+    """
 
-    previous = signal.signal(signal.SIGTERM, leave)
+    def leave(number: int, _frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    previous = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)

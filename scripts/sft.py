@@ -5,7 +5,6 @@
 writes a Hugging Face folder `<run folder>/sft`. `scripts/train.py` does the same first when sft.num_steps > 0.
 """
 
-import dataclasses
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -18,9 +17,11 @@ from actors.engine import OptimizerSpec
 from actors.group import RankGroup, as_micro, in_thread
 from actors.rank import Update
 from conf.choices import Layout, Optimizer, Schedule
+from conf.errors import ConfigError
 from conf.launch import launch
 from conf.schema import Config
 from rl.batching import collate, plan_micro_batches
+from rl.numerics import NotFiniteError
 from rl.schedule import learning_rate
 from rl.types import Batch, Group, Prompt, Trajectory
 from rollout.data import load_demonstrations
@@ -96,7 +97,14 @@ def warm_start(
             tokens = updates[0][-1].num_action_tokens
             if number + 1 < len(calls):
                 updates = plan_steps(cfg, group, pairs, calls[number + 1])  # while the ranks compute
-            loss = sum(replica[-1]["loss"] for replica in running.result()) / tokens
+            done = running.result()
+            skipped = sum(step["skipped_steps"] for step in done[0])
+            if skipped:
+                raise NotFiniteError(
+                    f"warm start: {skipped:g} of the gradients of steps {steps.start + 1} to {steps.stop} were not "
+                    f"finite; sft.lr={sft.lr} is too high, or the model cannot score what the data holds"
+                )
+            loss = sum(replica[-1]["loss"] for replica in done) / tokens
             say(f"warm start {steps.stop}/{sft.num_steps}: loss {loss:.3f}, {time.monotonic() - started:.0f} s")
         group.call("export", str(out), cfg.model.path)
         return {"sft/loss": loss, "sft/seconds": time.monotonic() - started}
@@ -109,7 +117,7 @@ def run(cfg: Config) -> int:
     from rl.run_folder import resolve_run_dir
 
     if cfg.sft.num_steps == 0:
-        cfg = dataclasses.replace(cfg, sft=dataclasses.replace(cfg.sft, num_steps=500))
+        raise ConfigError("sft.num_steps=0: give the number of steps, for example sft.num_steps=500")
     prepared = prepare(cfg)
     run_dir = resolve_run_dir(f"{cfg.name}-sft", cfg.run_dir, "never")
     cluster = Cluster(cfg.cluster)

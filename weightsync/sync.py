@@ -111,7 +111,8 @@ class WeightSync:
             if error is not None:
                 name = who or self.sinks[index].name
                 cause = getattr(error, "cause", None) or error  # an actor's own exception, without Ray's traceback
-                message = f"{name} failed: {str(cause) or repr(cause)}"
+                said = str(cause).partition("\n\tclass_name")[0]  # of an actor that is gone Ray says much more
+                message = f"{name} failed: {said or repr(cause)}"
                 raise SyncError(f"push of version {version}, phase {phase}: {message}") from error
         if waiting:
             silent = who or ", ".join(s.name for s, f in zip(self.sinks, futures, strict=True) if f in waiting)

@@ -16,8 +16,8 @@ from typing import Any
 
 import psutil
 
-from actors.cluster import RUN_MARK
 from actors.reaper import marked, writers
+from rl.memory import RUN_MARK
 from rl.run_folder import status
 
 ROOT = Path(__file__).parents[2]

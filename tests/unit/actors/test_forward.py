@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from actors.forward import Scorer, chunked_scores, require_supported, scatter
+from actors.forward import Scorer, chunked_scores, scatter
 from actors.policy import probe_batch
 from actors.rank import dummy_batch
 from conf.choices import Layout
@@ -234,9 +234,3 @@ def test_scatter_puts_values_in_row_major_order() -> None:
     assert spread.tolist() == [[0, 1], [2, 3]]
     (spread * torch.tensor([[9.0, 1.0], [2.0, 3.0]])).sum().backward()
     assert values.grad is not None and values.grad.tolist() == [1, 2, 3]
-
-
-def test_require_supported_a_head_that_caps_its_logits_is_refused() -> None:
-    require_supported(SimpleNamespace(model_type="plain", logit_scale=1.0))
-    with pytest.raises(ConfigError, match="final_logit_softcapping=30"):
-        require_supported(SimpleNamespace(model_type="capped", final_logit_softcapping=30.0))

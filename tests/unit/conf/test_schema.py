@@ -16,6 +16,7 @@ from conf.choices import (
     Layout,
     Optimizer,
     PolicyLoss,
+    Truncated,
 )
 from conf.errors import ConfigError
 from conf.keys import CONF, Key, all_keys, group_choices, section_keys
@@ -27,6 +28,7 @@ from conf.schema import (
     Config,
     CriticConfig,
     DataConfig,
+    LoraConfig,
     ModelConfig,
     RewardConfig,
     RewardModelConfig,
@@ -220,6 +222,32 @@ def test_num_optimizer_steps_ten_steps_two_epochs_two_mini_batches_is_40() -> No
         (lambda: TrainerConfig(lr=float("inf")), ["trainer.lr=inf", "finite"]),
         (lambda: Config(trainer=TrainerConfig(zero_stage=4)), ["trainer.zero_stage=4"]),
         (lambda: TrainerConfig(optimizer=Optimizer.muon), ["trainer.optimizer=muon", "trainer.zero_stage=1"]),
+        (
+            lambda: Config(algo=AlgoConfig(kl_target=0.1, kl_coef=0.1, kl_horizon=10)),
+            ["algo.kl_horizon=10", "prompts_per_step=8", "more than 12.8"],
+        ),
+        (
+            lambda: Config(rollout=RolloutConfig(max_model_len=16, max_tokens=8)),
+            ["sync.probe_tokens=16", "rollout.max_model_len=16"],
+        ),
+        (
+            lambda: Config(
+                reward=RewardConfig(weights=TWO, separate=True), algo=AlgoConfig(truncated=Truncated.punish)
+            ),
+            ["reward.separate=true", "algo.truncated=punish"],
+        ),
+        (
+            lambda: Config(algo=AlgoConfig(num_mini_batches=4), cluster=ClusterConfig(train_ranks=4)),
+            ["trainer.layout=shared_prefix", "algo.num_mini_batches=4", "no group"],
+        ),
+        (
+            lambda: Config(lora=LoraConfig(rank=2), trainer=TrainerConfig(optimizer=Optimizer.muon, zero_stage=0)),
+            ["lora.rank=2", "trainer.optimizer=muon"],
+        ),
+        (lambda: Config(run_dir=""), ["run_dir=''"]),
+        (lambda: AlgoConfig(curriculum_low=float("nan")), ["algo.curriculum_low=nan"]),
+        (lambda: AlgoConfig(dual_clip=float("inf")), ["algo.dual_clip=inf"]),
+        (lambda: TrainerConfig(beta2=1.0), ["trainer.beta2=1.0", "< 1"]),
         (lambda: TrainerConfig(replay_routing=True), ["trainer.replay_routing=true", "trainer.layout=shared_prefix"]),
         (
             lambda: Config(trainer=TrainerConfig(replay_routing=True, layout=Layout.packed)),

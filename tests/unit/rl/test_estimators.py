@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conf.choices import Advantage, KlPlace, Truncated
-from conf.schema import AlgoConfig, RewardConfig
+from conf.schema import AlgoConfig, RewardConfig, RolloutConfig
 from rl import rewards
 from rl.advantages import estimate, generalized_advantages, leave_one_out, returns_to_go, whiten
 from rl.batching import collate
@@ -154,8 +154,19 @@ def test_estimate_rewards_all_equal_is_exactly_zero_for_every_estimator() -> Non
 
 
 def test_overlong_penalty_starts_in_the_buffer_and_ends_at_minus_one() -> None:
-    found = rewards.overlong_penalty(torch.tensor([0, 12, 13, 14, 16, 20]), max_tokens=16, buffer_tokens=4)
+    found = rewards.overlong_penalty(
+        torch.tensor([0, 12, 13, 14, 16, 20]), max_tokens=torch.tensor(16), buffer_tokens=4
+    )
     assert found.tolist() == [0, 0, -0.25, -0.5, -1, -1]
+
+
+def test_shape_overlong_charges_a_row_by_where_its_own_room_ends() -> None:
+    """Rows of 1 and 2 tokens: one prompt leaves room for 1, the other for 16."""
+    batch = batch_of([0.0, 0.0])
+    batch.prompt_len = torch.tensor([19, 2])
+    rollout = RolloutConfig(max_tokens=16, max_model_len=20)
+    rewards.shape(AlgoConfig(overlong_buffer_tokens=4), batch, rollout)
+    assert batch.rewards.tolist() == [-1, 0]
 
 
 @pytest.mark.parametrize(
@@ -164,7 +175,7 @@ def test_overlong_penalty_starts_in_the_buffer_and_ends_at_minus_one() -> None:
 )
 def test_shape_truncated_rows(truncated: Truncated, outcomes: list[float], trained: list[int]) -> None:
     batch = batch_of([1.0, 1.0], truncated=[True, False])
-    rewards.shape(AlgoConfig(truncated=truncated, truncated_reward=-2.0), batch, 16)
+    rewards.shape(AlgoConfig(truncated=truncated, truncated_reward=-2.0), batch, RolloutConfig(max_tokens=16))
     assert batch.rewards.tolist() == outcomes
     assert batch.action_mask.sum(-1).tolist() == trained
 
@@ -174,7 +185,7 @@ def test_shape_kl_in_the_reward_charges_each_action_token_its_log_ratio() -> Non
     batch.kl_coef = 0.5
     batch.train_logprobs = torch.where(batch.action_mask, -1.0, math.nan)
     batch.ref_logprobs = torch.where(batch.action_mask, -1.5, math.nan)
-    metrics = rewards.shape(AlgoConfig(kl_coef=0.5, kl_in=KlPlace.reward), batch, 16)
+    metrics = rewards.shape(AlgoConfig(kl_coef=0.5, kl_in=KlPlace.reward), batch, RolloutConfig(max_tokens=16))
     assert metrics == {"reward/kl": pytest.approx(0.5)}
     assert rewards.row_rewards(batch).tolist() == [0.75, -0.5]
     assert rewards.token_rewards(batch)[1].tolist() == [0, 0, -0.25, -0.25]

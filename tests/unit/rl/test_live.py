@@ -45,7 +45,7 @@ def test_without_a_terminal_each_step_is_one_plain_line() -> None:
     assert lines[0] == "run folder: [x]/runs"
     assert lines[2] == (
         "step 2/12 | reward 0.412 | entropy 1.250 | mismatch 2.1e-06 | grad 0.87 | kl 1.00e-03 | lr 1.00e-05 | "
-        "rollout tok/s 1,234 | train tok/s 567 | 20.0 s (rollout 9.0 update 8.0) | failed samples 4 | 3 min 20 s left"
+        "rollout tok/s 1,234 | train tok/s 567 | 20.0 s (rollout 9.0 update 8.0) | failed samples 2 | 3 min 20 s left"
     )
 
 
@@ -147,4 +147,4 @@ def test_sparkline_and_empty_plain_line() -> None:
     assert sparkline([0, 0.5, 1]) == "▁▅█"
     assert sparkline([2.0, 2.0]) == "▁▁" and sparkline([]) == ""
     assert sparkline([0, 1], ascii_only=True) == "_#"
-    assert plain_line(1, 2, {}, 0, None) == "step 1/2"
+    assert plain_line(1, 2, {}, None) == "step 1/2"

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from rl.memory import RUN_ID, start_peak, tree_bytes
+from rl.memory import RUN_MARK, start_peak, tree_bytes
 
 MEGABYTE = 1_000_000
 CHILD = "x = bytearray(b'1') * 80_000_000; print('ready', flush=True); input()"
@@ -17,7 +17,7 @@ def test_marked_processes_count_and_others_do_not() -> None:
     assert alone > 5 * MEGABYTE
     child = subprocess.Popen(
         [sys.executable, "-c", CHILD],
-        env={**os.environ, RUN_ID: mine},
+        env={**os.environ, RUN_MARK: mine},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

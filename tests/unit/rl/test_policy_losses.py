@@ -10,7 +10,7 @@ import torch
 
 from rl import losses
 from rl.advantages import group_advantages, leave_one_out
-from rl.losses import Sums
+from rl.types import Sums
 
 Row = list[float]
 Loss = Callable[..., tuple[torch.Tensor, Sums]]

@@ -37,27 +37,34 @@ def positions(groups: list[Group]) -> list[int]:
 
 
 def test_has_signal_needs_two_valid_rewards_that_differ() -> None:
-    assert has_signal(group(0, 1.0, 0.0)) and not has_signal(group(0, 1.0, 1.0)) and not has_signal(group(0, 1.0))
+    signals = [has_signal(group(0, *rewards), separate=False) for rewards in ((1.0, 0.0), (1.0, 1.0), (1.0,))]
+    assert signals == [True, False, False]
     failed = make_group(0, [1], [[2], [2]], reward=[1.0, 0.0], status=[Status.ok, Status.reward_failed])
-    assert not has_signal(failed)
+    assert not has_signal(failed, separate=False)
+
+
+def test_has_signal_named_rewards_that_cancel_count_where_they_are_compared_one_by_one() -> None:
+    opposite = group(0, 0.5, 0.5)
+    opposite.trajectories[0].rewards, opposite.trajectories[1].rewards = {"a": 1.0, "b": 0.0}, {"a": 0.0, "b": 1.0}
+    assert has_signal(opposite, separate=True) and not has_signal(opposite, separate=False)
 
 
 def test_draw_off_takes_what_comes() -> None:
     source = Source([])
-    draw = draw_groups(AlgoConfig(), source.take, 4)
+    draw = draw_groups(AlgoConfig(), False, source.take, 4)
     assert (positions(draw.kept), draw.dropped, draw.filled, source.asked) == ([0, 1, 2, 3], [], 0, [4])
 
 
 def test_draw_two_of_four_useful_is_filled_from_further_prompts() -> None:
     source = Source([True, False, False, True, False, True, True])
-    draw = draw_groups(DYNAMIC, source.take, 4)
+    draw = draw_groups(DYNAMIC, False, source.take, 4)
     assert positions(draw.kept) == [0, 3, 5, 6] and positions(draw.dropped) == [1, 2, 4]
     assert source.asked == [4, 2, 1] and draw.filled == 0
 
 
 def test_draw_constant_reward_ends_after_the_budget_with_a_full_batch() -> None:
     source = Source([])
-    draw = draw_groups(DYNAMIC, source.take, 4)
+    draw = draw_groups(DYNAMIC, False, source.take, 4)
     assert source.position == 12
     assert (positions(draw.kept), len(draw.dropped), draw.filled) == ([0, 1, 2, 3], 8, 4)
 
@@ -65,13 +72,13 @@ def test_draw_constant_reward_ends_after_the_budget_with_a_full_batch() -> None:
 @given(st.lists(st.booleans(), max_size=40), st.integers(1, 8), st.integers(1, 4))
 def test_draw_any_rewards_keep_the_size_the_order_and_the_budget(useful: list[bool], count: int, draws: int) -> None:
     source = Source(useful)
-    draw: Draw = draw_groups(AlgoConfig(dynamic_sampling=True, max_draws=draws), source.take, count)
+    draw: Draw = draw_groups(AlgoConfig(dynamic_sampling=True, max_draws=draws), False, source.take, count)
     kept, dropped = positions(draw.kept), positions(draw.dropped)
     assert len(kept) == count and kept == sorted(kept)
     assert sorted(kept + dropped) == list(range(source.position)) and source.position <= draws * count
-    assert draw.filled == sum(not has_signal(g) for g in draw.kept)
+    assert draw.filled == sum(not has_signal(g, separate=False) for g in draw.kept)
     if draw.filled:
-        assert source.position == draws * count and not any(has_signal(g) for g in draw.dropped)
+        assert source.position == draws * count and not any(has_signal(g, separate=False) for g in draw.dropped)
 
 
 def test_pass_rates_move_half_way_and_settle_prompts_outside_the_bounds() -> None:

@@ -63,6 +63,8 @@ def test_learning_rate_any_schedule_rises_then_never_rises_again(
 class RecordingGroup:
     """Ranks that keep what they were told and train nothing."""
 
+    role = "policy"
+
     def __init__(self, world: int):
         self.replicas, self.rates = world, list[float]()
         self.quadratic_tokens = 100.0

@@ -47,6 +47,13 @@ def test_summary_holds_exactly_the_promised_keys() -> None:
     assert summary["phases"] == {"rollout": 6.0, "sync": 1.0} and summary["sync_s_median"] == 1.0
 
 
+@pytest.mark.parametrize(("count", "first", "last"), [(1, 1.0, 1.0), (2, 1.0, 2.0), (5, 1.5, 4.5), (7, 2.0, 6.0)])
+def test_first_and_last_steps_do_not_overlap(count: int, first: float, last: float) -> None:
+    rows = [{names.STEP: step, names.REWARD: step} for step in range(1, count + 1)]
+    summary = build_summary(rows, status="finished", wall_s=1.0)
+    assert (summary["reward_first"], summary["reward_last"]) == (first, last)
+
+
 def test_a_mismatch_that_is_not_finite_is_not_hidden() -> None:
     rows = [*history(), {names.STEP: 11, names.MISMATCH: math.nan}]
     assert build_summary(rows, status="failed", wall_s=1.0)["mismatch_max"] is None

@@ -18,6 +18,7 @@ from conf.errors import ConfigError
 from conf.launch import to_dict
 from conf.schema import (
     AlgoConfig,
+    CheckpointConfig,
     ClusterConfig,
     Config,
     DataConfig,
@@ -26,6 +27,8 @@ from conf.schema import (
     ModelConfig,
     RewardConfig,
     RolloutConfig,
+    SftConfig,
+    SyncConfig,
     TrainerConfig,
 )
 from rollout.preflight import Prepared, prepare, require_disk, require_memory
@@ -77,6 +80,7 @@ class Scene:
                 "samples_per_prompt": 2,
                 "model": ModelConfig(path=str(self.model)),
                 "evaluation": EvaluationConfig(every=1),
+                "sync": SyncConfig(probe_tokens=8),
             }
             | changes
             | {
@@ -190,6 +194,14 @@ def test_chat_template_missing_where_chat_is_asked(scene: Scene) -> None:
     [
         ({"num_attention_heads": 9, "num_key_value_heads": 3}, {"sp": 2}, ["trainer.sp=2", "9 attention heads"]),
         ({}, {"ep": 2}, ["trainer.ep=2", "qwen3 has no experts"]),
+        ({"final_logit_softcapping": 30.0}, {}, ["final_logit_softcapping=30.0", "another distribution"]),
+        (
+            {"sliding_window": 8, "use_sliding_window": True},
+            {"layout": Layout.shared_prefix},
+            ["trainer.layout=shared_prefix", "rollout.max_model_len=16", "sees 8 tokens only"],
+        ),
+        ({"model_type": None}, {}, ["no model_type"]),
+        ({"vocab_size": 32}, {}, ["vocab_size=32", "of another model"]),
         ({}, {"replay_routing": True}, ["trainer.replay_routing=true", "qwen3 has no experts"]),
         ({"model_type": "gpt2"}, {"tp": 2}, ["trainer.tp=2", "matrices of a gpt2", "trainer.zero_stage=3"]),
     ],
@@ -203,6 +215,44 @@ def test_model_that_the_layout_cannot_cut(
     message = refusal(scene.cfg(trainer=TrainerConfig(**trainer), **sections))
     for piece in [*pieces, str(scene.model / "config.json")]:
         assert piece in message
+
+
+def test_attention_that_transformers_does_not_have_is_named_with_the_choices(scene: Scene) -> None:
+    message = refusal(scene.cfg(model=ModelConfig(path=str(scene.model), attention="foo")))
+    for piece in ["model.attention=foo", "eager", "sdpa"]:
+        assert piece in message
+
+
+def test_stop_token_that_is_no_id_is_named(scene: Scene) -> None:
+    (scene.model / "generation_config.json").write_text('{"eos_token_id": "abc"}')
+    assert "'abc'" in refusal(scene.cfg())
+
+
+def test_generator_that_exits_is_an_error(scene: Scene) -> None:
+    (scene.folder / "preflight_exits.py").write_text("import sys\ndef rows(split, seed, size): sys.exit(0)\n")
+    cfg = scene.cfg(data={"path": None, "_target_": "preflight_exits.rows"})
+    assert "SystemExit" in refusal(cfg)
+
+
+def test_demonstrations_without_completions_are_found_before_anything_starts(scene: Scene) -> None:
+    assert "no column 'completion'" in refusal(scene.cfg(sft=SftConfig(num_steps=3)))
+
+
+def test_cache_larger_than_the_machine_is_refused(scene: Scene) -> None:
+    message = refusal(scene.cfg(rollout={"kv_cache_bytes": 2**50}))
+    assert "rollout.kv_cache_bytes=1125899906842624" in message
+
+
+def test_disk_counts_adapters_only_where_only_they_are_saved(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "total used free")
+    lora = LoraConfig(rank=1, targets=["q_proj"])
+    shapes = [s for n, s in prepare(scene.cfg()).shapes.items() if n.endswith("q_proj.weight")]
+    adapters = sum(rows + columns for rows, columns in shapes)
+    cfg = scene.cfg(lora=lora, checkpoint=CheckpointConfig(export=False))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(GIGABYTE, 0, 12 * adapters))
+    check(cfg)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(GIGABYTE, 0, 12 * adapters - 1))
+    refusal(cfg)
 
 
 def test_adapters_for_a_matrix_that_is_not_there(scene: Scene) -> None:
