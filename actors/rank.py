@@ -82,7 +82,7 @@ class Rank:
         os.environ.update(
             RANK=str(self.rank),
             WORLD_SIZE=str(self.world),
-            LOCAL_RANK=os.environ.get("TANDEM_LOCAL_RANK", "0"),
+            LOCAL_RANK="0",  # each process sees its own devices only
             MASTER_ADDR=address,
             MASTER_PORT=str(port),
         )

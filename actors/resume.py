@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +51,10 @@ def resolve_start(cfg: Config, config: Mapping[str, Any], shapes: Mapping[str, t
         run_dir = resolve_run_dir(cfg.name, cfg.run_dir or folder.parent.parent, "never")
         return Start(run_dir=run_dir, checkpoint=folder, manifest=manifest)
     messages: list[str] = []
+    newest_of = cache(find_whole)  # reads every byte
 
     def continues(folder: Path) -> bool:
-        newest, warnings = find_whole(folder / "checkpoints")
+        newest, warnings = newest_of(folder / "checkpoints")
         messages.extend(warnings)
         if newest is None:
             return False
@@ -69,7 +71,7 @@ def resolve_start(cfg: Config, config: Mapping[str, Any], shapes: Mapping[str, t
     start = Start(run_dir=run_dir, messages=list(dict.fromkeys(messages)))
     if cfg.resume == "never":
         return start
-    newest, warnings = find_whole(run_dir / "checkpoints")
+    newest, warnings = newest_of(run_dir / "checkpoints")
     start.messages = list(dict.fromkeys([*start.messages, *warnings]))
     if newest is None:
         return start

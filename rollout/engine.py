@@ -147,10 +147,6 @@ class RolloutEngine:
         """Log-probabilities, at temperature 1, of each token of `row` but the first, under the loaded weights."""
         return await self._run(lambda: self._prompt_logprobs(row))
 
-    async def stop(self) -> None:
-        """Ends the engine and its worker processes."""
-        await self._run(self._shut_down)
-
     # -- the thread that owns the engine --
 
     def _own_engine(self, model_path: str, num_threads: int, ready: "asyncio.Future[None]") -> None:
@@ -280,9 +276,6 @@ class RolloutEngine:
         while not self._commands.empty():
             _, future, loop = self._commands.get()
             loop.call_soon_threadsafe(set_unless_done, future, None, RuntimeError(message))
-
-    def _shut_down(self) -> None:
-        self._llm.engine_core.shutdown()
 
 
 def set_unless_done(future: "asyncio.Future[Any]", result: Any, error: Exception | None) -> None:

@@ -47,6 +47,7 @@ from scripts.sft import warm_start
 from weightsync.sync import WeightSync
 
 ROLLOUTS = "rollouts.jsonl"  # in the run folder
+COUNTED = ("tokens_sampled", "tokens_trained", "trajectories_failed")  # of the run state, since the first step
 
 # Errors that a user can act on from the message alone: shown without a traceback.
 PLAIN_ERRORS = (
@@ -270,6 +271,7 @@ class Session:
         times = {f"time/{name}_s": seconds for name, seconds in self.phases.items()}
         metrics |= times | {"time/step_s": sum(times.values())}
         metrics["rollout/tok_s"] = metrics["rollout/num_tokens"] / max(1e-9, self.phases.get("rollout", 0.0))
+        metrics |= {f"run/{name}": float(getattr(state, name)) for name in COUNTED}
         last = step == cfg.num_steps
         if cfg.evaluation.every and (last or step % cfg.evaluation.every == 0):
             evaluation = self._evaluate()

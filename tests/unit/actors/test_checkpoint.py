@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -167,6 +168,10 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
+def nullify(key: str, path: Path) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: None}))
+
+
 SHARD, MANIFEST = "policy-00001-00000.safetensors", "manifest.json"
 
 
@@ -184,6 +189,7 @@ SHARD, MANIFEST = "policy-00001-00000.safetensors", "manifest.json"
         (MANIFEST, lambda path: path.write_text("[]")),
         (MANIFEST, lambda path: path.write_text('{"format": 1}')),
         (MANIFEST, lambda path: path.write_text('{"format": 99, "files": []}')),
+        *((MANIFEST, partial(nullify, key)) for key in ("format", "step", "files", "run_state", "config")),
     ],
 )
 def test_find_whole_broken_newest_gives_the_older_one_with_a_warning(

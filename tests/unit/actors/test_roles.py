@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from actors.forward import Scorer, ValueScorer
+from actors.rank import recompute_activations
 from actors.reward_model import RewardModelRank
-from actors.roles import ActorCritic, ActorRewardModel, ActorTeacher, with_next_token
-from conf.choices import Advantage, Layout, PolicyLoss
+from actors.roles import ActorCritic, ActorPolicy, ActorRewardModel, ActorTeacher, with_next_token
+from conf.choices import Advantage, Layout, PolicyLoss, Recompute
 from conf.schema import CriticConfig, TeacherConfig
+from rl.numerics import MismatchError
 from rl.types import Batch
 from tests.unit.stand_ins import LocalGroup, make_cfg, ragged_batch, tiny_qwen3
 
@@ -51,6 +53,29 @@ def test_critic_values_are_of_the_state_before_each_token_and_after_the_last(
             places = batch.action_mask[row].nonzero()[:, 0]
             torch.testing.assert_close(values[row, places], wanted[places - 1], atol=1e-5, rtol=1e-5)
             assert float(after[row]) == pytest.approx(float(wanted[-1]), abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", [Recompute.full, Recompute.selective])
+def test_recomputation_leaves_dropout_off(batch: Batch, kind: Recompute) -> None:
+    """A model that was made with dropout scores the same in the training mode that recomputation needs."""
+    lm = tiny_qwen3(vocab=VOCAB, attention_dropout=0.5)
+    scorer = Scorer(lm.eval(), 1.0, Layout.padded)
+    wanted = scorer(batch, 1)[0]
+    recompute_activations(lm, kind)
+    assert lm.training
+    torch.testing.assert_close(scorer(batch, 1)[0], wanted)
+
+
+def test_fused_update_checks_the_mismatch_on_rows_of_the_present_weights_only(batch: Batch) -> None:
+    """With lag, a row that older weights sampled may differ; one that the present weights sampled may not."""
+    cfg = make_cfg(max_lag=1, rollout={"mismatch_limit": 1e-4})
+    policy = ActorPolicy(cfg, LocalGroup(cfg, Scorer(tiny_qwen3(vocab=VOCAB), 1.0, Layout.padded)))  # type: ignore[arg-type]
+    batch.ref_logprobs = None
+    batch.version = torch.full_like(batch.version, 6)
+    policy.update(batch, 0, 7)  # recorded log-probabilities are nowhere near, but no row is of version 7
+    batch.version[0] = 7
+    with pytest.raises(MismatchError, match="version 7"):
+        policy.update(batch, 0, 7)
 
 
 def test_with_next_token_adds_one_action_token_behind_each_row(batch: Batch) -> None:
