@@ -109,7 +109,7 @@ def table(rows: list[Row]) -> str:
             return statistics.median(row[key] for row in of)
 
         lines.append(
-            f"| `{name}` | {len(mine)} | {median('eval_first'):.3f} -> {median('eval_last'):.3f} | "
+            f"| {name} | {len(mine)} | {median('eval_first'):.3f} -> {median('eval_last'):.3f} | "
             f"{min(row['eval_last'] for row in mine):.3f} | {median('eval_greedy_last'):.3f} | "
             f"{median('step_s_median'):.2f} |"
         )

@@ -5,6 +5,7 @@ The list comes from the code that decides what is legal, so none is forgotten.
 
 import dataclasses
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,6 @@ pytestmark = [pytest.mark.numerics, pytest.mark.timeout(180)]
 
 LEGAL = [layout for layout in every_layout(2, Dtype.float32) if layout.refusal() is None]
 DENSE = [layout for layout in LEGAL if layout.ep == 1]
-EXPERTS = [layout for layout in LEGAL if layout.ep == 2]
 # Each stage with each way to spread it, and each further choice once; all the others are among the slow tests.
 FURTHER = (
     "zero1 dp1 sp2 recompute=selective",
@@ -68,16 +68,28 @@ def group(folder: Path) -> Iterator[RankGroup]:
         yield start_ranks(cluster, [config("sgd", ranks=2)], folder)[2]
 
 
-@pytest.fixture(scope="module")
-def dense(folder: Path) -> tuple[Batch, dict[str, Result]]:
+@dataclass(frozen=True)
+class Wanted:
+    """A model, a batch, and what plain torch makes of them."""
+
+    folder: Path
+    batch: Batch
+    results: dict[str, Result]
+
+
+def wanted_of(folder: Path) -> Wanted:
     batch = ragged_batch(folder)
-    return batch, plain_results(folder, batch, ("sgd", "sgd_fused"))
+    return Wanted(folder, batch, plain_results(folder, batch, ("sgd", "sgd_fused")))
 
 
 @pytest.fixture(scope="module")
-def moe(moe_folder: Path) -> tuple[Batch, dict[str, Result]]:
-    batch = ragged_batch(moe_folder)
-    return batch, plain_results(moe_folder, batch, ("sgd", "sgd_fused"))
+def dense(folder: Path) -> Wanted:
+    return wanted_of(folder)
+
+
+@pytest.fixture(scope="module")
+def moe(moe_folder: Path) -> Wanted:
+    return wanted_of(moe_folder)
 
 
 def layout_config(layout: TrainLayout, recipe: str = "sgd", rows: Layout | None = None) -> Any:
@@ -88,48 +100,37 @@ def layout_config(layout: TrainLayout, recipe: str = "sgd", rows: Layout | None 
     )
 
 
-def assert_equals_plain(
-    policy: ActorPolicy, batch: Batch, wanted: Result, source: Path, out: Path, recipe: str
-) -> None:
-    curve, weights, logprobs = wanted
+def assert_equals_plain(policy: ActorPolicy, wanted: Wanted, out: Path, recipe: str) -> None:
+    batch, (curve, weights, logprobs) = wanted.batch, wanted.results[recipe]
     for number, row in enumerate(curve):
         found = policy.update(for_recipe(batch, recipe), number * policy.cfg.algo.num_epochs, number)
         assert {name: found[name] for name in row} == pytest.approx(row, abs=TOLERANCE)
         assert found["policy/skipped_steps"] == 0
-    assert_close(weights_of(policy, source, out), weights, TOLERANCE)
+    assert_close(weights_of(policy, wanted.folder, out), weights, TOLERANCE)
     gaps = (policy.logprobs(batch) - logprobs)[batch.action_mask].abs()
     assert float(gaps.mean()) <= TOLERANCE and float(gaps.max()) <= 10 * TOLERANCE
 
 
-@pytest.mark.parametrize("layout", cases(DENSE))
+@pytest.mark.parametrize("layout", cases(LEGAL))
 def test_five_updates_in_every_layout_equal_plain_torch(
-    group: RankGroup, folder: Path, dense: tuple[Batch, dict[str, Result]], tmp_path: Path, layout: TrainLayout
+    group: RankGroup, request: pytest.FixtureRequest, tmp_path: Path, layout: TrainLayout
 ) -> None:
-    policy = restart(group, layout_config(layout), folder)
-    assert_equals_plain(policy, dense[0], dense[1]["sgd"], folder, tmp_path / "hf", "sgd")
-
-
-@pytest.mark.parametrize("layout", cases(EXPERTS))
-def test_five_updates_in_every_expert_layout_equal_plain_torch(
-    group: RankGroup, moe_folder: Path, moe: tuple[Batch, dict[str, Result]], tmp_path: Path, layout: TrainLayout
-) -> None:
-    policy = restart(group, layout_config(layout), moe_folder)
-    assert_equals_plain(policy, moe[0], moe[1]["sgd"], moe_folder, tmp_path / "hf", "sgd")
+    wanted: Wanted = request.getfixturevalue("moe" if layout.ep > 1 else "dense")
+    policy = restart(group, layout_config(layout), wanted.folder)
+    assert_equals_plain(policy, wanted, tmp_path / "hf", "sgd")
 
 
 @pytest.mark.parametrize(
     "layout", [x for x in LEGAL if x.label() in ("zero1 dp2 ep2", "zero3 dp2")], ids=TrainLayout.label
 )
-def test_updates_replay_the_routes_of_the_scoring(
-    group: RankGroup, moe_folder: Path, moe: tuple[Batch, dict[str, Result]], layout: TrainLayout
-) -> None:
+def test_updates_replay_the_routes_of_the_scoring(group: RankGroup, moe: Wanted, layout: TrainLayout) -> None:
     """Both optimizer steps, at weights far from each other, send every token where the scoring sent it."""
     cfg = layout_config(layout, rows=Layout.padded)
     loads = {}
     for replays in (True, False):
         trainer = dataclasses.replace(cfg.trainer, lr=30.0, replay_routing=replays)
-        policy = restart(group, dataclasses.replace(cfg, trainer=trainer), moe_folder)
-        batch = dataclasses.replace(moe[0])
+        policy = restart(group, dataclasses.replace(cfg, trainer=trainer), moe.folder)
+        batch = dataclasses.replace(moe.batch)
         batch.train_logprobs = policy.logprobs(batch)
         assert (batch.routes is not None) is replays
         loads[replays] = policy.update(batch, 0, 0)["router/load_max"]
@@ -143,10 +144,10 @@ def test_updates_replay_the_routes_of_the_scoring(
 
 @pytest.mark.parametrize("layout", [x for x in DENSE if x.label() in CLIPPED], ids=TrainLayout.label)
 def test_gradient_is_clipped_by_its_global_norm_in_every_layout(
-    group: RankGroup, folder: Path, dense: tuple[Batch, dict[str, Result]], tmp_path: Path, layout: TrainLayout
+    group: RankGroup, dense: Wanted, tmp_path: Path, layout: TrainLayout
 ) -> None:
-    policy = restart(group, layout_config(layout, "sgd_fused"), folder)
-    assert_equals_plain(policy, dense[0], dense[1]["sgd_fused"], folder, tmp_path / "hf", "sgd_fused")
+    policy = restart(group, layout_config(layout, "sgd_fused"), dense.folder)
+    assert_equals_plain(policy, dense, tmp_path / "hf", "sgd_fused")
 
 
 # -- Muon --
@@ -175,7 +176,7 @@ class MuonAndAdamW:
 
 
 def test_muon_equals_torchs_and_continues_from_a_checkpoint(
-    group: RankGroup, folder: Path, dense: tuple[Batch, dict[str, Result]], tmp_path: Path
+    group: RankGroup, folder: Path, dense: Wanted, tmp_path: Path
 ) -> None:
     cfg = config("adamw", 0, 2, layout=Layout.padded, optimizer=Optimizer.muon)
     plain, policy = PlainPolicy(cfg, folder), restart(group, cfg, folder)
@@ -186,8 +187,8 @@ def test_muon_equals_torchs_and_continues_from_a_checkpoint(
             save(policy, tmp_path / "checkpoint")
             policy = restart(group, cfg, folder)
             policy.group.call("load", str(tmp_path / "checkpoint"))
-        wanted = plain.update(dense[0])
-        found = policy.update(dense[0], number * 2, number)
+        wanted = plain.update(dense.batch)
+        found = policy.update(dense.batch, number * 2, number)
         # orthogonalisation in bf16 rounds what differs in the last bit to another value now and then
         assert {name: found[name] for name in wanted} == pytest.approx(wanted, abs=1e-3)
     assert_close(weights_of(policy, folder, tmp_path / "hf"), plain.weights(), 2e-4)
@@ -207,12 +208,12 @@ SAVED = [
 
 @pytest.mark.parametrize("saved", SAVED)
 def test_checkpoint_of_one_layout_continues_in_another(
-    group: RankGroup, folder: Path, dense: tuple[Batch, dict[str, Result]], tmp_path: Path, saved: str
+    group: RankGroup, folder: Path, dense: Wanted, tmp_path: Path, saved: str
 ) -> None:
     """AdamW: two updates, a checkpoint, and a third one after it was read by the next layout of the list."""
     by_name = {layout.label(): layout for layout in LEGAL}
     other = SAVED[(SAVED.index(saved) + 1) % len(SAVED)]
-    batch = dense[0]
+    batch = dense.batch
     cfg = layout_config(by_name[saved], "adamw")
     policy = restart(group, cfg, folder)
     for number in range(2):
