@@ -24,6 +24,7 @@ class CriticRank(Rank):
     def values(self, micros: list[Micro]) -> list[torch.Tensor]:
         """Values [B, T] of each micro-batch (dummies left out), on the CPU."""
         found = [(m, self.engine(self.on_device(m.batch))) for m in micros]
+        self.release()
         return [values.float().cpu() for micro, values in found if micro.batch is not None]
 
     def accumulate(self, update: Update) -> Sums:

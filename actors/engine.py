@@ -327,6 +327,11 @@ class Engine:
     def __call__(self, *args: Any) -> Any:
         return self.engine(*args)
 
+    def release(self) -> None:
+        """Lets go of the whole weights that a forward without a backward has gathered at ZeRO-3. Not collective."""
+        if self.zero_stage == 3:
+            self.engine.optimizer.empty_partition_cache()
+
     def backward(self, loss_sum: torch.Tensor, divisor: int) -> None:
         """Adds the gradient of loss_sum / divisor, summed over ranks; `divisor` is a global count."""
         self.engine.backward(loss_sum / divisor * self.layout.loss_scale, scale_wrt_gas=False)

@@ -80,6 +80,11 @@ class RankGroup:
         self.quadratic_tokens = quadratic_tokens(model_path)
 
     @property
+    def model_path(self) -> str:
+        """The folder from which the ranks load."""
+        return self._args[0]
+
+    @property
     def replicas(self) -> int:
         """Groups of ranks with rows of their own."""
         return self.layout.replicas
@@ -156,6 +161,19 @@ class RankGroup:
 
     def _wait(self, method: str, refs: list[Any]) -> list[Any]:
         return wait_all(refs, self.names, f"{self.role}.{method}", self.cfg.trainer.timeout_s)
+
+    def rest(self) -> None:
+        """Has every role of these processes sleep."""
+        self._wait("rest", [actor.rest.remote() for actor in self.actors])
+
+    def measure(self, on: bool) -> None:
+        """As actors.host.Host."""
+        self._wait("measure", [actor.measure.remote(on) for actor in self.actors])
+
+    def memory(self) -> dict[str, int]:
+        """As actors.host.Host: of each figure the largest of any rank."""
+        found = self._wait("memory", [actor.memory.remote(self.role) for actor in self.actors])
+        return {name: max(rank[name] for rank in found) for name in found[0]}
 
     def stop(self) -> None:
         """Ends the processes, unless another group owns them."""

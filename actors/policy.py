@@ -49,6 +49,10 @@ class PolicyRank(Rank):
         self.score: Scorer | Engine
         self.score = scorer.requires_grad_(False) if spec is None else self.wrap(scorer, spec, lm, scale)
 
+    def model(self) -> torch.nn.Module | Engine | None:
+        """As Rank."""
+        return getattr(self, "score", None)
+
     @torch.no_grad()
     def logprobs(self, micros: list[Micro]) -> list[torch.Tensor]:
         """Log-probabilities [B, T] of each micro-batch (dummies left out), on the CPU."""
@@ -57,6 +61,7 @@ class PolicyRank(Rank):
             values, *_ = self.score(self.on_device(micro.batch), micro.num_chunks)
             if micro.batch is not None:
                 out.append(values.float().cpu())
+        self.release()
         return out
 
     def logprobs_and_routes(self, micros: list[Micro]) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -169,6 +174,7 @@ class PolicyRank(Rank):
         if self._probe_logprobs is None or tuple(row) != self._probe_row:
             logprobs, *_ = self.engine(self.on_device(probe_batch(row)), 1, 1.0, Layout.padded)
             self._probe_row, self._probe_logprobs = tuple(row), [float(x) for x in logprobs[0, 1:].cpu()]
+            self.release()
         return self._probe_logprobs
 
     def export(self, folder: str, model_path: str) -> None:

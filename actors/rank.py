@@ -15,6 +15,7 @@ from actors import checkpoint
 from actors.engine import Engine, OptimizerSpec, StepResult, init_distributed, register_ulysses
 from actors.routing import Routing
 from actors.sequence import SequenceGroup, join_sequence
+from actors.sleep import own_weights
 from actors.tensor_bytes import live_bytes, peak_bytes
 from actors.weights import optimizer_step
 from conf.choices import Dtype, Recompute
@@ -92,6 +93,16 @@ class Rank:
             init_distributed("nccl" if self.device == "cuda" else "gloo", self.cfg.trainer.timeout_s)
         self.sequence = join_sequence(self.layout, self.rank)
 
+    def model(self) -> torch.nn.Module | Engine | None:
+        """What holds this role's state; None before it has started."""
+        return getattr(self, "engine", None)
+
+    def release(self) -> None:
+        """After forwards without a backward: lets go of what they gathered."""
+        model = self.model()
+        if isinstance(model, Engine):
+            model.release()
+
     def close(self) -> None:
         """Lets go of the engine's memory."""
         if hasattr(self, "engine"):
@@ -102,7 +113,10 @@ class Rank:
         attention = self.cfg.model.attention
         if self.sequence is not None:
             attention = register_ulysses(attention, self.sequence.group)
-        return load_lm(path, attention, self.cfg.trainer.dtype, self.device)
+        lm = load_lm(path, attention, self.cfg.trainer.dtype, self.device)
+        if self.cfg.cluster.sleep:
+            own_weights(lm)
+        return lm
 
     def wrap(self, module: torch.nn.Module, spec: OptimizerSpec, lm: Any, lora_scale: float | None = None) -> Engine:
         """A DeepSpeed engine around `module`, which computes with `lm`, in the trainer's layout."""

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from actors.rank import Micro, Rank
+from actors.sleep import own_weights
 
 
 class RewardModelRank(Rank):
@@ -19,8 +20,14 @@ class RewardModelRank(Rank):
         model: Any = AutoModelForSequenceClassification.from_pretrained(
             model_path, dtype=dtype, num_labels=1, local_files_only=True
         )
+        if self.cfg.cluster.sleep:
+            own_weights(model)
         self.body = getattr(model, model.base_model_prefix).to(self.device).eval().requires_grad_(False)
         self.head = model.score.to(self.device).eval().requires_grad_(False)
+
+    def model(self) -> torch.nn.Module | None:
+        """As Rank."""
+        return torch.nn.ModuleList([self.body, self.head]) if hasattr(self, "body") else None
 
     @torch.no_grad()
     def scores(self, micros: list[Micro]) -> list[torch.Tensor]:

@@ -547,6 +547,11 @@ class ClusterConfig:
     colocate: list[str] = option(
         [], "training roles that live in the policy's processes: any of critic, reference, teacher, reward_model"
     )
+    sleep: bool = option(
+        False,
+        "roles and engines give their memory back in phases that do not need them, so that they can share a device "
+        "(cuda: their weights wait in host memory; cpu: in files; needs max_lag=0)",
+    )
     start_timeout_s: float = option(600.0, "longest wait for an actor to load its model, seconds")
 
     def __post_init__(self) -> None:
@@ -670,6 +675,11 @@ class Config:
         require_range("", "prompts_per_step", self.prompts_per_step, 1)
         require_range("", "samples_per_prompt", self.samples_per_prompt, 1)
         require_range("", "max_lag", self.max_lag, 0)
+        require(
+            self.max_lag == 0 or not self.cluster.sleep,
+            f"cluster.sleep=true with max_lag={self.max_lag}: engines that sample while ranks train cannot sleep; "
+            "use max_lag=0",
+        )
         require(self.run_dir != "", "run_dir='': give a folder, or null for runs/<date>-<name>")
         require(bool(self.resume), "resume='': must be auto, never or the path of a checkpoint")
         require_range("", "seed", self.seed, 0, 2**31 - 1)

@@ -58,6 +58,7 @@ class RolloutEngine:
         self._running: dict[str, _Running] = {}
         self._done: asyncio.Queue[Outcome] = asyncio.Queue()
         self._paused = True
+        self._asleep = False
         self._dead = ""
         self.version = -1
 
@@ -134,6 +135,26 @@ class RolloutEngine:
 
         await self._run(work)
 
+    async def sleep(self) -> None:
+        """Gives the memory of weights and cache back, the weights' content waiting on the host; requests wait too."""
+
+        def work() -> None:
+            self._asleep = True
+            if self.device == "cuda":  # vLLM's CPU backend has nothing to give back
+                self._llm.sleep(level=1, mode="keep")
+
+        await self._run(work)
+
+    async def wake(self) -> None:
+        """Undoes `sleep`; the cache is empty."""
+
+        def work() -> None:
+            if self.device == "cuda":
+                self._llm.wake_up()
+            self._asleep = False
+
+        await self._run(work)
+
     async def accept_loaded(self, version: int) -> None:
         """Takes the model folder's own weights as `version` and lets the engine step: evaluation without a trainer."""
 
@@ -160,12 +181,14 @@ class RolloutEngine:
         self._loop.call_soon_threadsafe(ready.set_result, None)
         try:
             while True:
-                busy = bool(self._running) and not self._paused
-                self._take_commands(block=not busy)
-                if self._running and not self._paused:
+                self._take_commands(block=not self._can_step())
+                if self._can_step():
                     self._step()
         except Exception as error:  # vLLM cannot be used after a failed step: everything in flight is lost
             self._fail_all(f"rollout engine {self.index} died while sampling: {error!r}")
+
+    def _can_step(self) -> bool:
+        return bool(self._running) and not self._paused and not self._asleep
 
     def _take_commands(self, block: bool) -> None:
         """Runs every waiting command, in order; waits a while for the first when `block`."""
@@ -302,6 +325,8 @@ def build_engine(cfg: Config, index: int, device: str, model_path: str, num_thre
     if device == "cpu":
         # The smallest block of the CPU kernel: samples of one prompt share whole blocks only.
         memory = {"kv_cache_memory_bytes": rollout.kv_cache_bytes, "block_size": 32}
+    elif cfg.cluster.sleep:
+        memory["enable_sleep_mode"] = True
     args = EngineArgs(
         model=model_path,
         skip_tokenizer_init=True,

@@ -97,6 +97,18 @@ class EngineGroup:
         refs = [handle.actor.accept_loaded.remote(version) for handle in self.handles]
         wait_all(refs, [h.name for h in self.handles], "accept loaded weights", self.cfg.sync.timeout_s)
 
+    def sleep(self) -> None:
+        """Has every engine give its memory back; requests wait."""
+        self._all("sleep")
+
+    def wake(self) -> None:
+        """Has every engine take its memory again, with the weights that it had."""
+        self._all("wake")
+
+    def _all(self, method: str) -> None:
+        refs = [getattr(handle.actor, method).remote() for handle in self.handles]
+        wait_all(refs, [h.name for h in self.handles], method, self.cfg.sync.timeout_s)
+
     def stop(self) -> None:
         """Ends the engines and their workers."""
         for handle in self.handles:

@@ -13,7 +13,7 @@ from conf.choices import Layout
 from conf.errors import ConfigError
 from conf.layout import EXPERT_KEYS, head_refusal, model_refusal, sliding_window
 from conf.schema import Config, LoraConfig
-from rl.plan.memory import ITEM_BYTES, elements_of, state_bytes
+from rl.plan.memory import ITEM_BYTES, elements_of, num_adapter_parameters, state_bytes
 from rl.types import Prompt
 from rollout.data import load_demonstrations, load_records, load_tokenizer, read_object, render_prompts
 from rollout.rewards import check_reward
@@ -189,13 +189,6 @@ def require_targets(lora: LoraConfig, shapes: dict[str, tuple[int, ...]]) -> Non
             f"lora.targets={list(lora.targets)}: no matrix of the model is called {', '.join(unknown)}; "
             f"it has {', '.join(sorted(layers))}"
         )
-
-
-def num_adapter_parameters(lora: LoraConfig, shapes: dict[str, tuple[int, ...]]) -> int:
-    """Elements of the adapters: two thin matrices for each adapted one."""
-    matrices = {name: shape for name, shape in shapes.items() if len(shape) == 2 and ".layers." in name}
-    adapted = [s for name, s in matrices.items() if not lora.targets or name.split(".")[-2] in lora.targets]
-    return sum(lora.rank * (rows + columns) for rows, columns in adapted)
 
 
 def require_memory(cfg: Config, shapes: dict[str, tuple[int, ...]], device: str) -> None:

@@ -30,6 +30,7 @@ from rl.live import View, open_view
 from rl.loop import run as run_loop
 from rl.memory import start_peak
 from rl.numerics import MismatchError, NotFiniteError
+from rl.plan.memory import memory_line, promised_bytes
 from rl.prompts import PromptStream
 from rl.roles import Metrics, Roles
 from rl.run_folder import write_config, write_json, write_versions
@@ -43,7 +44,9 @@ from rollout.evaluate import evaluate
 from rollout.pool import RolloutPool
 from rollout.preflight import Prepared, prepare, require_disk, require_memory
 from rollout.rewards import RewardPool
+from rollout.turns import Turns
 from scripts.sft import warm_start
+from weightsync.folder import own_shapes
 from weightsync.sync import WeightSync
 
 ROLLOUTS = "rollouts.jsonl"  # in the run folder
@@ -99,7 +102,9 @@ class Session:
         self.cfg, self.prepared, self.start = cfg, prepared, start
         self.state, self.tracker, self.view = state, tracker, view
         self.phases: dict[str, float] = {}
-        self.timer = make_timer(self.phases, view.phase)
+        self.timer = make_timer(self.phases, self._phase)
+        self.turns: Turns | None = None
+        self.measured_step = min(state.step + 2, cfg.num_steps)  # by then optimizer states exist
         self.begun = time.monotonic()
         self.failure_shown = False
         # The present reference, once it is no longer the model that training started from.
@@ -190,12 +195,19 @@ class Session:
             for group in self.groups.values():
                 stack.callback(group.stop)
             # Roles of one process start one after another, processes side by side.
-            for ready in [start_in_turn(self.groups), engines.start()]:
+            started = start_in_turn(self.groups)
+            if cfg.cluster.sleep:
+                started.result()
+                for group in self._owned():
+                    group.rest()
+            for ready in [started, engines.start()]:
                 ready.result()
+        if cfg.cluster.sleep:
+            self.turns = Turns(self._owned(), engines)
         self.policy = ActorPolicy(cfg, self.groups["policy"])
         self.model_path = model_path
         if self.start.checkpoint:
-            with self.view.phase("load checkpoint"):
+            with self._phase("load checkpoint"):
                 for group in self._trained():
                     group.call("load", str(self.start.checkpoint))
         info = self.policy.manifest()
@@ -232,7 +244,7 @@ class Session:
         if cfg.checkpoint.at_end and self.state.step % (cfg.checkpoint.every or self.state.step + 1):
             self._save()
         if cfg.checkpoint.export:
-            with self.view.phase("export"):
+            with self._phase("export"):
                 self.groups["policy"].call("export", str(self.start.run_dir / "hf"), model_path)
                 if cfg.lora.rank > 0:
                     self.groups["policy"].call("export_adapter", str(self.start.run_dir / "adapter"), model_path)
@@ -263,6 +275,7 @@ class Session:
             metrics = self._evaluate()
             write_json(self.start.run_dir / "evaluation_000000.json", metrics)
             self.tracker.log(0, {k: v for k, v in metrics.items() if isinstance(v, float)})
+        self._measure(on=self.state.step + 1 == self.measured_step)
         self.phases.clear()
 
     def _after_step(self, state: RunState, groups: list[Group], metrics: Metrics) -> None:
@@ -272,6 +285,9 @@ class Session:
         metrics |= times | {"time/step_s": sum(times.values())}
         metrics["rollout/tok_s"] = metrics["rollout/num_tokens"] / max(1e-9, self.phases.get("rollout", 0.0))
         metrics |= {f"run/{name}": float(getattr(state, name)) for name in COUNTED}
+        if step == self.measured_step:
+            metrics |= self._memory()
+        self._measure(on=step + 1 == self.measured_step)
         last = step == cfg.num_steps
         if cfg.evaluation.every and (last or step % cfg.evaluation.every == 0):
             evaluation = self._evaluate()
@@ -288,17 +304,47 @@ class Session:
 
     def _evaluate(self) -> dict[str, object]:
         """Held-out prompts, sampled and greedy, with the weights that the engines hold."""
-        with self.view.phase("evaluate"):
+        with self._phase("evaluate"):
             return evaluate(self.cfg, self.pool, self.prepared.held_out, self.prepared.stop_token_ids)
 
     def _refresh_reference(self) -> None:
         """Has the reference take the policy's weights, which checkpoints from now on keep beside their own."""
         assert self.reference is not None
-        with self.view.phase("refresh reference"):
+        with self._phase("refresh reference"):
             folder = self.start.run_dir / "reference"
             self.groups["policy"].call("export", str(folder), self.model_path)
             self.reference.reload(folder)
             self.reference_folder, self.state.reference_step = folder, self.state.step
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        """Shown in the view; who sleeps in it, sleeps before it begins."""
+        if self.turns is not None:
+            started = time.monotonic()
+            self.turns.begin(name)
+            self.phases["turns"] = self.phases.get("turns", 0.0) + time.monotonic() - started
+        with self.view.phase(name):
+            yield
+
+    def _owned(self) -> list[RankGroup]:
+        """One group for each training process."""
+        return [group for group in self.groups.values() if group.owned]
+
+    def _measure(self, on: bool) -> None:
+        """Whether the next step's calls note the memory of their ranks: one step of a run, as it costs time."""
+        for group in self._owned():
+            group.measure(on)
+
+    def _memory(self) -> Metrics:
+        """What each rank holds and held at most in the measured step, told beside what its layout promises."""
+        metrics: Metrics = {}
+        for role, group in self.groups.items():
+            found = group.memory()
+            promised = promised_bytes(self.cfg, role, own_shapes(Path(group.model_path)))
+            metrics |= {f"memory/{role}_{name}": float(count) for name, count in found.items()}
+            metrics[f"memory/{role}_promised_bytes"] = promised.between_steps
+            self.view.message(f"memory of {role} ranks, {memory_line(group.layout.label(), found, promised)}")
+        return metrics
 
     def _trained(self) -> list[RankGroup]:
         """The groups whose state a checkpoint holds."""
@@ -315,7 +361,7 @@ class Session:
         return entries, {"roles": roles, "base": str(Path(self.model_path).absolute())}
 
     def _save(self) -> None:
-        with self.view.phase("save"):
+        with self._phase("save"):
             state = dataclasses.replace(self.state, wall_s=self.state.wall_s + time.monotonic() - self.begun)
             saved = publish(
                 self.start.run_dir / "checkpoints",

@@ -6,6 +6,14 @@ from pathlib import Path
 from safetensors import safe_open
 
 
+def own_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """As `folder_shapes`, without a head that is the embedding again: some folders hold it twice."""
+    shapes = folder_shapes(folder)
+    if json.loads((folder / "config.json").read_text()).get("tie_word_embeddings"):
+        shapes.pop("lm_head.weight", None)
+    return shapes
+
+
 def folder_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every tensor in a Hugging Face folder, from the safetensors headers alone."""
     index = folder / "model.safetensors.index.json"

@@ -1,13 +1,17 @@
 """What a training rank holds, by the layout alone. Pure."""
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from conf.choices import Dtype
+from conf.choices import Dtype, Optimizer
 from conf.layout import TrainLayout
+from conf.schema import Config, LoraConfig
 
 ITEM_BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2}
+NUM_MOMENTS = {Optimizer.adamw: 2, Optimizer.sgd: 0}
+TRAINED = ("policy", "critic")  # roles with gradients and an optimizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +35,9 @@ class StateBytes:
     @property
     def between_steps(self) -> float:
         return self.weights + self.master + self.moments
+
+    def __add__(self, other: "StateBytes") -> "StateBytes":
+        return StateBytes(**{name: getattr(self, name) + getattr(other, name) for name in vars(self)})
 
     @property
     def total(self) -> float:
@@ -56,6 +63,48 @@ def state_bytes(layout: TrainLayout, elements: Elements, num_moments: int) -> St
         moments += 4 * num_moments * (part if stage > 0 else count)
         gradients += item * (part if stage >= 2 else count)
     return StateBytes(weights=weights, master=master, moments=moments, gradients=gradients)
+
+
+def promised_bytes(cfg: Config, role: str, shapes: Mapping[str, tuple[int, ...]]) -> StateBytes:
+    """What each rank of a role holds, for a model of these tensors (a tied head must not be among them).
+
+    Adapters count as a part of neither matrices nor experts. A critic's value head is not counted; of a frozen model
+    only weights are there.
+    """
+    layout, elements = cfg.train_layout, elements_of(shapes)
+    if role not in TRAINED:
+        return dataclasses.replace(state_bytes(layout.frozen(), elements, 0), master=0.0, gradients=0.0)
+    if role == "policy" and cfg.lora.rank > 0:
+        adapters = Elements(whole=num_adapter_parameters(cfg.lora, shapes))
+        frozen = dataclasses.replace(elements, whole=elements.whole + adapters.whole)
+        return dataclasses.replace(
+            state_bytes(layout, adapters, NUM_MOMENTS[cfg.trainer.optimizer]),
+            weights=state_bytes(layout, frozen, 0).weights,
+        )
+    if cfg.trainer.optimizer is Optimizer.muon:
+        others = dataclasses.replace(elements, matrices=0)
+        return state_bytes(layout, others, 2) + state_bytes(layout, Elements(whole=0, matrices=elements.matrices), 1)
+    return state_bytes(layout, elements, NUM_MOMENTS[cfg.trainer.optimizer])
+
+
+def num_adapter_parameters(lora: LoraConfig, shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Elements of the adapters: two thin matrices for each adapted one."""
+    matrices = {name: shape for name, shape in shapes.items() if len(shape) == 2 and ".layers." in name}
+    adapted = [s for name, s in matrices.items() if not lora.targets or name.split(".")[-2] in lora.targets]
+    return sum(lora.rank * (rows + columns) for rows, columns in adapted)
+
+
+def memory_line(layout: str, found: Mapping[str, int], promised: StateBytes) -> str:
+    """What a rank was measured to hold, beside what its layout promises, and its peaks; in MB."""
+    state = {"weights": (found["parameters_bytes"], promised.weights)}
+    if found["optimizer_bytes"]:
+        state["optimizer"] = (found["optimizer_bytes"], promised.master + promised.moments)
+    parts = [f"{name} {held / 1e6:.1f} MB (promised {wanted / 1e6:.1f})" for name, (held, wanted) in state.items()]
+    peaks = [
+        f"{name.removesuffix('_peak_bytes')} {count / 1e6:.1f}" for name, count in found.items() if "_peak" in name
+    ]
+    asleep = [f"asleep {found['asleep_bytes'] / 1e6:.1f} MB"] if found["asleep_bytes"] else []
+    return f"{layout}: {', '.join([*parts, *asleep])}; peak in {', '.join(peaks)} MB"
 
 
 def elements_of(shapes: Mapping[str, tuple[int, ...]]) -> Elements:

@@ -16,6 +16,7 @@ from actors.rank import Micro, Update
 from actors.roles import ActorPolicy
 from conf.choices import Dtype, Layout
 from rl.batching import MicroBatch, plan_micro_batches
+from rl.plan.memory import memory_line, promised_bytes
 from rl.types import Batch
 from tests.integration.real import export, random_ids, restart, start_ranks, started_cluster
 from tests.numerics.plain import PlainPolicy
@@ -33,6 +34,7 @@ from tests.numerics.recipes import (
     weights_of,
 )
 from tests.unit.stand_ins import make_group
+from weightsync.folder import own_shapes
 
 pytestmark = [pytest.mark.numerics, pytest.mark.timeout(180)]
 
@@ -245,3 +247,54 @@ def test_bfloat16_follows_the_fp32_curve(
     assert float((flat(state) - end).norm() / (end - start).norm()) < 0.05
     live = load_file(export(policy, folder, tmp_path / "hf") / "model.safetensors")
     assert all(torch.equal(live[name], state[name].bfloat16()) for name in state)
+
+
+# -- memory --
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_updates_between_naps_are_bit_for_bit_those_without(
+    groups: dict[int, RankGroup], folder: Path, ragged: Batch, tmp_path: Path, stage: int
+) -> None:
+    """Every part sleeps after every call; scoring and export wake the weights alone."""
+    cfg = config("adamw", stage, 2, layout=Layout.padded)
+    found = []
+    for sleep in (False, True):
+        cluster = dataclasses.replace(cfg.cluster, sleep=sleep)
+        policy = restart(groups[2], dataclasses.replace(cfg, cluster=cluster), folder)
+        result = []
+        for number in range(3):
+            metrics = policy.update(for_recipe(ragged, "adamw"), 2 * number, number)
+            if sleep:
+                awake = policy.group.memory()
+                policy.group.rest()
+                asleep = policy.group.memory()
+                parts = ["parameters_bytes", "optimizer_bytes", "gradients_bytes"]
+                assert [asleep[part] for part in parts] == [awake[part] for part in parts]
+                assert asleep["asleep_bytes"] > 0.99 * sum(awake[part] for part in parts) and awake["asleep_bytes"] == 0
+            result.append((metrics["policy/policy_loss"], metrics["policy/grad_norm"], policy.logprobs(ragged)))
+            if sleep:
+                assert policy.group.memory()["asleep_bytes"] > awake["optimizer_bytes"] * 0.99
+        found.append((result, weights_of(policy, folder, tmp_path / str(sleep))))
+    for (loss, norm, logprobs), (same_loss, same_norm, same_logprobs) in zip(found[0][0], found[1][0], strict=True):
+        assert (loss, norm) == (same_loss, same_norm) and torch.equal(logprobs, same_logprobs)
+    assert all(torch.equal(tensor, found[1][1][name]) for name, tensor in found[0][1].items())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("ranks", RANKS)
+def test_ranks_hold_what_the_layout_promises(
+    groups: dict[int, RankGroup], folder: Path, ragged: Batch, stage: int, ranks: int
+) -> None:
+    cfg = config("adamw", stage, ranks, layout=Layout.padded)
+    policy = restart(groups[ranks], cfg, folder)
+    policy.group.measure(True)
+    policy.update(for_recipe(ragged, "adamw"), 0, 0)
+    policy.logprobs(ragged)
+    policy.group.measure(False)
+    found, promised = policy.group.memory(), promised_bytes(cfg, "policy", own_shapes(folder))
+    assert found["parameters_bytes"] == pytest.approx(promised.weights, rel=0.01)
+    assert found["optimizer_bytes"] == pytest.approx(promised.master + promised.moments, rel=0.01)
+    assert found["update_peak_bytes"] > promised.total
+    assert promised.weights < found["score_peak_bytes"] < found["update_peak_bytes"]
+    assert "MB (promised" in memory_line(policy.group.layout.label(), found, promised)
