@@ -62,6 +62,10 @@ def build_parser() -> argparse.ArgumentParser:
             sub.add_argument("--prompts", type=positive, default=8, help="prompts of a batch [%(default)s]")
             sub.add_argument("--samples", type=group_size, default=8, help="samples of each prompt [%(default)s]")
             sub.add_argument("--max-tokens", type=positive, default=16, help="tokens of a completion [%(default)s]")
+        if name == "train":
+            sub.add_argument(
+                "--prompt-tokens", type=positive, default=0, help="tokens of each prompt, completions full [the task's]"
+            )
         if name == "step":
             sub.add_argument("--steps", type=positive, default=4, help="steps counted in each run [%(default)s]")
             sub.add_argument("--skip-yardstick", action="store_true", help="measure Tandem alone, without TRL")

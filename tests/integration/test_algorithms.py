@@ -63,10 +63,14 @@ def test_ppo_trains_the_critic_first_and_moves_the_kl_coefficient(straight: Path
 def test_ppo_resumed_with_roles_side_by_side_equals_the_straight_run(
     straight: Path, tiny_folder: Path, tmp_path: Path
 ) -> None:
-    """Critic, its moments, reference, KL coefficient: everything continues, though the roles now share processes."""
-    beside = "cluster.colocate=[critic,reference]"
-    train(tmp_path, tiny_folder, *PPO, beside, "num_steps=3")
-    run = run_folder(train(tmp_path, tiny_folder, *PPO, beside, "num_steps=5").folder)
+    """Critic, its moments, reference, KL coefficient: everything continues, though the roles now share processes, and
+    sleep in turn."""
+    beside = ("cluster.colocate=[critic,reference]", "cluster.sleep=true")
+    train(tmp_path, tiny_folder, *PPO, *beside, "num_steps=3")
+    run = run_folder(train(tmp_path, tiny_folder, *PPO, *beside, "num_steps=5").folder)
+    row = next(row for row in read_lines(run / "metrics.jsonl") if row["step"] == 2)
+    for role in ("policy", "critic", "reference"):
+        assert row[f"memory/{role}_asleep_bytes"] > 0 and row["time/turns_s"] > 0
     for role in ("policy", "critic"):
         ours, theirs = training_state(run, 5, role), training_state(straight, 5, role)
         assert ours[0].keys() == theirs[0].keys() and len(ours[0]) > 10

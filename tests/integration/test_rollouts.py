@@ -32,6 +32,7 @@ from rollout.preflight import prepare
 from tests.integration.real import (
     ask,
     collect,
+    is_silent,
     make_request,
     random_folder,
     random_ids,
@@ -238,6 +239,15 @@ def test_deadline_counts_while_an_engine_is_paused(engines: EngineGroup) -> None
     ray.get(handle.actor.resume.remote(), timeout=60)
     (found,) = collect(handle, [patient])
     assert found.completion is not None
+
+
+def test_sleeping_engine_keeps_requests_until_it_wakes(engines: EngineGroup) -> None:
+    engines.sleep()
+    request = make_request(random_ids(5, 4), seed=5)
+    assert is_silent(engines.handles[1], [request])
+    engines.wake()
+    (found,) = collect(engines.handles[1], [request])
+    assert found.completion is not None and len(found.completion.token_ids) > 0
 
 
 # -- a killed engine: keep these last in this file, the engines are gone after them --

@@ -86,6 +86,9 @@ def test_run_writes_its_summary_and_metrics(short: Job) -> None:
         assert row["rollout/num_failed"] == 0 and row["policy/skipped_steps"] == 0
         assert row["rollout/lag_mean"] == row["rollout/lag_max"] == 0
         assert all(math.isfinite(value) for value in row.values())
+    assert rows[2]["memory/policy_parameters_bytes"] == pytest.approx(4 * 102_848, rel=0.01)
+    assert rows[2]["memory/policy_update_peak_bytes"] > rows[2]["memory/policy_promised_bytes"]
+    assert "memory of policy ranks, zero0 dp1: weights 0.4 MB (promised 0.4)" in short.text
     for name in ("config.yaml", "versions.json", "run.json", "evaluation_000000.json", "evaluation_000003.json"):
         assert (run / name).stat().st_size
     assert (run / "reward.png").read_bytes().startswith(b"\x89PNG")
