@@ -127,7 +127,8 @@ class Session:
             except PLAIN_ERRORS as failure:
                 status, error, code = "failed", str(failure), 1
             except BaseException as failure:
-                status, error = "failed", f"{type(failure).__name__}: {failure}"
+                notes = getattr(failure, "__notes__", [])  # which rank it comes from
+                status, error = "failed", "; ".join([f"{type(failure).__name__}: {failure}", *notes])
                 if not self._is_of_run_dir(failure):
                     raise
                 error, code = f"the run folder cannot be written any more: {failure}", 1
