@@ -66,7 +66,7 @@ def train(cfg: Config) -> int:
     prepared = prepare(cfg)
     config = to_dict(cfg)
     require_disk(cfg, prepared.shapes)
-    require_memory(cfg, prepared.shapes, detect_device(cfg.cluster))
+    require_memory(cfg, prepared.shapes, prepared.model, detect_device(cfg.cluster))
     start = resolve_start(cfg, config, prepared.shapes)
     state = RunState(**start.manifest.get("run_state", {}))
     console = Console()
@@ -199,18 +199,7 @@ class Session:
             with self.view.phase("load checkpoint"):
                 for group in self._trained():
                     group.call("load", str(self.start.checkpoint))
-        info = self.policy.manifest()
-        engines.connect(info)
-        buckets = info["manifest"]["buckets"]
-        sync = WeightSync(
-            self.policy,
-            engines.handles,
-            len(buckets),
-            sum(t["nbytes"] for b in buckets for t in b["tensors"]),
-            probe_row(len(prepared.tokenizer), cfg.sync.probe_tokens, cfg.seed),
-            cfg.probe_bound,
-            cfg.sync.timeout_s,
-        )
+        sync = connect_sync(cfg, self.policy, self.policy.manifest(), engines, len(prepared.tokenizer))
         scorer = RewardPool(cfg.reward)
         stack.callback(scorer.close)
         stream = PromptStream(prompts=prepared.train, seed=cfg.seed, shuffle=cfg.data.shuffle)
@@ -402,6 +391,23 @@ def start_in_turn(groups: dict[str, RankGroup]) -> Future[None]:
             ready.result()
 
     return in_thread(begin)
+
+
+def connect_sync(
+    cfg: Config, policy: ActorPolicy, info: dict[str, Any], engines: EngineGroup, vocabulary: int
+) -> WeightSync:
+    """Pushes from the policy, whose `manifest` gave `info`, to the engines, which are connected to it here."""
+    engines.connect(info)
+    buckets = info["manifest"]["buckets"]
+    return WeightSync(
+        policy,
+        engines.handles,
+        len(buckets),
+        sum(tensor["nbytes"] for bucket in buckets for tensor in bucket["tensors"]),
+        probe_row(vocabulary, cfg.sync.probe_tokens, cfg.seed),
+        cfg.probe_bound,
+        cfg.sync.timeout_s,
+    )
 
 
 def probe_row(vocabulary: int, count: int, seed: int) -> list[int]:
