@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from actors.engine import BUCKET_ELEMENTS
 from actors.forward import Scorer
 from actors.group import RankGroup, as_micro, plan_ranks, quadratic_tokens
 from actors.rank import Micro
@@ -29,7 +30,7 @@ from conf.layout import TrainLayout, every_layout
 from conf.schema import AlgoConfig, ClusterConfig, Config, ModelConfig, RolloutConfig, TrainerConfig
 from rl.batching import collate, plan_micro_batches
 from rl.losses import clipped_ratio
-from rl.plan.memory import elements_of, state_bytes
+from rl.plan.memory import bytes_between_steps, elements_of
 from rl.types import Batch, Group, Prompt, Trajectory
 from scripts.benchmarks.common import Result, Row, Yardstick, environment_of, make_result, say
 from weightsync.folder import folder_shapes
@@ -381,7 +382,7 @@ def measure_model(
                 "reason": "",
                 **found,
                 "tok_s_ratio": ddp_s / found["update_s"],
-                "predicted_bytes": state_bytes(layout, elements, num_moments=2).between_steps,
+                "predicted_bytes": bytes_between_steps(layout, elements, 2, BUCKET_ELEMENTS),
             }
             rows.append(row)
             say(
