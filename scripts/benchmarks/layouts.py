@@ -375,7 +375,7 @@ def measure_model(
             if number % 12 == 0:  # again now and then: the machine may have changed
                 ddp_s = ddp_seconds(environment_of(group.actors[0]), folder, cfg, batch, args.repeats)
             found = measure_layout(group, layout, folder, batch, plain, args.repeats)
-            row = {
+            row: Row = {
                 "variant": f"{'moe ' if layout.ep > 1 else ''}{layout.label()}",
                 "layout": layout.label(),
                 "legal": True,
