@@ -341,7 +341,7 @@ def measure(args: argparse.Namespace) -> Result:
         try:
             for experts, folder in folders.items():
                 mine = [layout for layout in chosen if (layout.ep > 1) == experts]
-                rows += measure_model(args, cluster, folder, mine, batch)
+                rows += measure_model(args, cluster, folder, mine, batch) if mine else []
             if not args.only:
                 rows += measure_long_row(cluster, folders[False], args.long_tokens)
         finally:
