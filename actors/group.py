@@ -21,38 +21,56 @@ from conf.choices import Layout
 from conf.layout import TrainLayout
 from conf.schema import Config
 from rl.batching import MicroBatch, plan_micro_batches
-from rl.faults import RoleDied, RoleTimeout
+from rl.faults import RoleDied, RoleError, RoleOutOfMemory, RoleTimeout, is_out_of_memory, reason_of
 from rl.types import Batch
+
+# How long the peers of a rank that has failed are waited for: what it says may follow from what befell one of them.
+PEERS_S = 5.0
 
 
 def wait_all(refs: Sequence[Any], names: Sequence[str], phase: str, timeout_s: float) -> list[Any]:
-    """Results of Ray calls, in order. The first failure ends the wait: its peers may be stuck in a collective.
+    """Results of Ray calls, in order. A failure ends the wait: its peers may be stuck in a collective.
 
-    Raises RoleDied or RoleTimeout naming who and in which phase; an actor's own exception passes as its own type.
+    Raises RoleDied, RoleOutOfMemory or RoleTimeout naming who and in which phase; any other exception of an actor
+    passes as its own type, with a note of who and where. When a rank dies or runs out of memory its peers' collectives
+    break, often sooner than its own end is known, so of several failures those two are told first.
     """
     left = {ref: i for i, ref in enumerate(refs)}
     results: list[Any] = [None] * len(refs)
+    failures: list[Exception] = []
     deadline = time.monotonic() + timeout_s
     while left:
         done, _ = ray.wait(list(left), num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+        if not done and failures:
+            break
         if not done:
             waiting = ", ".join(names[i] for i in left.values())
             raise RoleTimeout(f"phase {phase}: no answer in {timeout_s:g} s from {waiting}")
         index = left.pop(done[0])
         try:
             results[index] = ray.get(done[0])
-        except ray.exceptions.RayActorError as error:
-            raise RoleDied(f"phase {phase}: the process of {names[index]} is gone: {first_line(error)}") from error
-        except (
-            ray.exceptions.RayTaskError
-        ) as error:  # its text is the actor's traceback; the cause's is what went wrong
-            raise error.cause from error
+        except ray.exceptions.RayError as error:
+            failure = failure_of(error, names[index], phase)
+            if isinstance(failure, RoleError):
+                raise failure from error
+            failure.__cause__ = error
+            failures.append(failure)
+            deadline = min(deadline, time.monotonic() + PEERS_S)
+    if failures:
+        raise failures[0]
     return results
 
 
-def first_line(error: Exception) -> str:
-    """What Ray says of a death, without its general advice."""
-    return str(error).strip().splitlines()[0]
+def failure_of(error: Exception, name: str, phase: str) -> Exception:
+    """What Ray raises for a call to the actor `name`, as the project's own error, or as the actor's exception."""
+    reason = reason_of(error, name)
+    if is_out_of_memory(getattr(error, "cause", None) or error):
+        return RoleOutOfMemory(f"phase {phase}: {name}: {reason}")
+    if not isinstance(error, ray.exceptions.RayTaskError):
+        return RoleDied(f"phase {phase}: the process of {name} is gone: {reason}")
+    cause: Exception = error.cause  # the text of `error` is a traceback
+    cause.add_note(f"phase {phase}: raised in {name}")
+    return cause
 
 
 class RankGroup:
@@ -103,7 +121,7 @@ class RankGroup:
             .options(
                 num_cpus=cfg.cluster.cpus_per_rank,
                 num_gpus=gpus,
-                runtime_env={"env_vars": env},
+                runtime_env={"env_vars": env | {"TANDEM_RANK": str(rank)}},
                 scheduling_strategy=place(rank),
             )
             .remote(cfg, rank, self.world, device)

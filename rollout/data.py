@@ -2,7 +2,7 @@
 
 import json
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -277,14 +277,13 @@ def load_tokenizer(model_path: str, key: str = "model.path") -> Any:
         raise ConfigError(f"{key}={model_path}: its tokenizer cannot be loaded: {describe(error)}") from error
 
 
-def load_demonstrations(
+def render_demonstrations(
     cfg: DataConfig, sft: SftConfig, tokenizer: Any, count: int, seed: int
 ) -> list[tuple[list[int], list[int]]]:
-    """`count` demonstrations (prompt ids, completion ids ending with eos) for the supervised warm start.
+    """All demonstrations for the supervised warm start, as (prompt ids, completion ids ending with eos).
 
-    From the generator's split "sft" (asked for `count`), or the training rows of `data.path`; their column "completion"
-    is a string. They are drawn like prompts, epoch after epoch, so that fewer rows than `count` repeat evenly.
-    Raises ConfigError.
+    They are the generator's split "sft" (asked for `count`) or, however many, the training rows of `data.path`; their
+    column "completion" is a string. Raises ConfigError.
     """
     check_template(cfg, tokenizer)
     if tokenizer.eos_token_id is None:
@@ -296,9 +295,15 @@ def load_demonstrations(
             raise ConfigError(f"sft.kwargs={sft.kwargs} with data.path={cfg.path}: only data._target_ takes them")
         records, _ = load_records(cfg, seed)
         rows = [(f"data.path={cfg.path}: record {index}", record) for index, record in enumerate(records)]
-    pairs = [
+    return [
         (prompt_ids(where, record, cfg, tokenizer), _completion_ids(where, record, tokenizer)) for where, record in rows
     ]
+
+
+def draw_demonstrations(
+    cfg: DataConfig, pairs: Sequence[tuple[list[int], list[int]]], count: int, seed: int
+) -> list[tuple[list[int], list[int]]]:
+    """`count` of them, drawn like prompts, epoch after epoch, so that fewer than `count` repeat evenly."""
     drawn: list[tuple[list[int], list[int]]] = []
     while len(drawn) < count:
         order = epoch_order(len(drawn) // len(pairs), len(pairs), seed, cfg.shuffle)

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from conf.choices import Advantage
 from conf.schema import Config
-from rl.faults import RoleDied, RoleTimeout
+from rl.faults import RoleDied, RoleTimeout, reason_of
 from rl.prompts import PromptStream
 from rl.types import Completion, Group, Prompt, Sampling, Status, Trajectory
 from rollout.engine import Outcome, Request
@@ -231,7 +231,8 @@ class RolloutPool:
 
     def _bury(self, index: int, error: Exception) -> None:
         """Marks an engine dead; requests that wait for it end with its error."""
-        self._dead[index] = f"{self.engines[index].name}: {error}"
+        name = self.engines[index].name
+        self._dead[index] = f"{name}: {reason_of(error, name)}"
         for request_id, engine in self._owner.items():
             if engine == index:
                 self._resolve(Outcome(request_id=request_id, error=self._dead[index]))

@@ -15,11 +15,12 @@ from conf.layout import EXPERT_KEYS, head_refusal, model_refusal, sliding_window
 from conf.schema import Config, LoraConfig
 from rl.plan.memory import ITEM_BYTES, elements_of, num_adapter_parameters, state_bytes
 from rl.types import Prompt
-from rollout.data import load_demonstrations, load_records, load_tokenizer, read_object, render_prompts
+from rollout.data import load_records, load_tokenizer, read_object, render_demonstrations, render_prompts
 from rollout.rewards import check_reward
 from rollout.role_models import check_role_models
 from weightsync.folder import folder_shapes
 
+ALWAYS_THERE = ("eager", "sdpa")  # attention of every transformers: no need to import it, which takes seconds
 NO_REWARD = "rollout.tasks.nothing.reward"  # of conf/reward/none.yaml
 
 # Bytes of a checkpoint for each trained parameter: fp32 master and two fp32 moments.
@@ -35,6 +36,9 @@ class Prepared:
     shapes: dict[str, tuple[int, ...]]
     train: list[Prompt]
     held_out: list[Prompt]
+    model: dict[str, Any]  # its config.json
+    # Demonstrations of data.path for the warm start; a generator is asked for its own when that begins.
+    demonstrations: list[tuple[list[int], list[int]]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
     def decode(self, token_ids: list[int]) -> str:
@@ -66,8 +70,7 @@ def prepare(cfg: Config) -> Prepared:
             f"evaluation.every={cfg.evaluation.every}, but there are no held-out prompts: "
             "set data.eval_size or data.eval_path, or evaluation.every=0"
         )
-    if cfg.sft.num_steps:
-        load_demonstrations(cfg.data, cfg.sft, tokenizer, 1, cfg.seed)
+    demonstrations = render_demonstrations(cfg.data, cfg.sft, tokenizer, 1, cfg.seed) if cfg.sft.num_steps else []
     warnings = [w for w in (check_reward(cfg.reward, train[0].record),) if w]
     if cfg.evaluation.every and cfg.reward._target_ == NO_REWARD:
         warnings.append(f"reward._target_={NO_REWARD}: evaluation has no reward to report; eval/* will be 0")
@@ -86,6 +89,8 @@ def prepare(cfg: Config) -> Prepared:
         shapes=shapes,
         train=train,
         held_out=held_out,
+        model=model,
+        demonstrations=demonstrations if cfg.data._target_ is None else [],
         warnings=warnings,
     )
 
@@ -150,6 +155,8 @@ def require_described(folder: Path, model: Mapping[str, Any], shapes: Mapping[st
 
 def require_attention(name: str) -> None:
     """Raises ConfigError for an attention implementation that transformers does not have, or cannot import here."""
+    if name in ALWAYS_THERE:
+        return
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
     from transformers.utils import is_flash_attn_2_available
 
@@ -191,14 +198,14 @@ def require_targets(lora: LoraConfig, shapes: dict[str, tuple[int, ...]]) -> Non
         )
 
 
-def require_memory(cfg: Config, shapes: dict[str, tuple[int, ...]], device: str) -> None:
+def require_memory(cfg: Config, shapes: Mapping[str, tuple[int, ...]], model: Mapping[str, Any], device: str) -> None:
     """Raises ConfigError when this machine cannot hold what its training ranks will: on a CPU all of their state, on
     GPUs what is offloaded to the host; or, on a CPU, the engines' caches. A cluster that is joined is not looked at.
     """
     if cfg.cluster.address is not None:
         return
     have = psutil.virtual_memory().total
-    if read_object(Path(cfg.model.path) / "config.json").get("tie_word_embeddings"):  # a folder may hold it twice
+    if model.get("tie_word_embeddings"):  # a folder may hold it twice
         shapes = {name: shape for name, shape in shapes.items() if name != "lm_head.weight"}
     layout = cfg.train_layout
     state = state_bytes(layout, elements_of(shapes), num_moments=2)

@@ -48,6 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
         if name == "layouts":
             sub.add_argument("--long-tokens", type=positive, default=32768, help="tokens of the long row [%(default)s]")
             sub.add_argument("--all", action="store_true", help="recomputation with every other choice too")
+            sub.add_argument("--only", nargs="+", metavar="LAYOUT", help='these, as in "zero3 dp2 hpz2" [all legal]')
             continue
         if name == "algorithms":
             sub.add_argument("--prompts", type=positive, default=32, help="prompts of a batch [%(default)s]")

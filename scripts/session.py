@@ -69,7 +69,7 @@ def train(cfg: Config) -> int:
     prepared = prepare(cfg)
     config = to_dict(cfg)
     require_disk(cfg, prepared.shapes)
-    require_memory(cfg, prepared.shapes, detect_device(cfg.cluster))
+    require_memory(cfg, prepared.shapes, prepared.model, detect_device(cfg.cluster))
     start = resolve_start(cfg, config, prepared.shapes)
     state = RunState(**start.manifest.get("run_state", {}))
     console = Console()
@@ -132,7 +132,8 @@ class Session:
             except PLAIN_ERRORS as failure:
                 status, error, code = "failed", str(failure), 1
             except BaseException as failure:
-                status, error = "failed", f"{type(failure).__name__}: {failure}"
+                notes = getattr(failure, "__notes__", [])  # which rank it comes from
+                status, error = "failed", "; ".join([f"{type(failure).__name__}: {failure}", *notes])
                 if not self._is_of_run_dir(failure):
                     raise
                 error, code = f"the run folder cannot be written any more: {failure}", 1
@@ -210,18 +211,7 @@ class Session:
             with self._phase("load checkpoint"):
                 for group in self._trained():
                     group.call("load", str(self.start.checkpoint))
-        info = self.policy.manifest()
-        engines.connect(info)
-        buckets = info["manifest"]["buckets"]
-        sync = WeightSync(
-            self.policy,
-            engines.handles,
-            len(buckets),
-            sum(t["nbytes"] for b in buckets for t in b["tensors"]),
-            probe_row(len(prepared.tokenizer), cfg.sync.probe_tokens, cfg.seed),
-            cfg.probe_bound,
-            cfg.sync.timeout_s,
-        )
+        sync = connect_sync(cfg, self.policy, self.policy.manifest(), engines, len(prepared.tokenizer))
         scorer = RewardPool(cfg.reward)
         stack.callback(scorer.close)
         stream = PromptStream(prompts=prepared.train, seed=cfg.seed, shuffle=cfg.data.shuffle)
@@ -342,7 +332,7 @@ class Session:
             found = group.memory()
             promised = promised_bytes(self.cfg, role, own_shapes(Path(group.model_path)))
             metrics |= {f"memory/{role}_{name}": float(count) for name, count in found.items()}
-            metrics[f"memory/{role}_promised_bytes"] = promised.between_steps
+            metrics[f"memory/{role}_promised_bytes"] = promised.weights + promised.master + promised.moments
             self.view.message(f"memory of {role} ranks, {memory_line(group.layout.label(), found, promised)}")
         return metrics
 
@@ -447,6 +437,23 @@ def start_in_turn(groups: dict[str, RankGroup]) -> Future[None]:
             ready.result()
 
     return in_thread(begin)
+
+
+def connect_sync(
+    cfg: Config, policy: ActorPolicy, info: dict[str, Any], engines: EngineGroup, vocabulary: int
+) -> WeightSync:
+    """Pushes from the policy, whose `manifest` gave `info`, to the engines, which are connected to it here."""
+    engines.connect(info)
+    buckets = info["manifest"]["buckets"]
+    return WeightSync(
+        policy,
+        engines.handles,
+        len(buckets),
+        sum(tensor["nbytes"] for bucket in buckets for tensor in bucket["tensors"]),
+        probe_row(vocabulary, cfg.sync.probe_tokens, cfg.seed),
+        cfg.probe_bound,
+        cfg.sync.timeout_s,
+    )
 
 
 def probe_row(vocabulary: int, count: int, seed: int) -> list[int]:

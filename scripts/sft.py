@@ -24,7 +24,7 @@ from rl.batching import collate, plan_micro_batches
 from rl.numerics import NotFiniteError
 from rl.schedule import learning_rate
 from rl.types import Batch, Group, Prompt, Trajectory
-from rollout.data import load_demonstrations
+from rollout.data import draw_demonstrations, render_demonstrations
 from rollout.preflight import Prepared, prepare
 
 # Steps sent to the ranks in one call: enough to hide the call, few enough to show progress.
@@ -85,7 +85,9 @@ def warm_start(
     group = RankGroup(cfg, cluster, "sft", cfg.model.path, spec)
     try:
         ready: Future[Any] = group.start()
-        pairs = load_demonstrations(cfg.data, sft, prepared.tokenizer, sft.num_steps * sft.batch_size, cfg.seed)
+        count = sft.num_steps * sft.batch_size
+        rendered = prepared.demonstrations or render_demonstrations(cfg.data, sft, prepared.tokenizer, count, cfg.seed)
+        pairs = draw_demonstrations(cfg.data, rendered, count, cfg.seed)
         calls = [
             range(first, min(first + STEPS_PER_CALL, sft.num_steps))
             for first in range(0, sft.num_steps, STEPS_PER_CALL)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any, Protocol
 
-from rl.faults import SyncError
+from rl.faults import RoleError, SyncError, reason_of
 from rl.roles import Metrics
 
 TRAINER = "policy rank 0"  # who answers for the source: every rank packs, and the first one owns the ring
@@ -110,9 +110,8 @@ class WeightSync:
             error = future.exception() if future in done else None
             if error is not None:
                 name = who or self.sinks[index].name
-                cause = getattr(error, "cause", None) or error  # an actor's own exception, without Ray's traceback
-                said = str(cause).partition("\n\tclass_name")[0]  # of an actor that is gone Ray says much more
-                message = f"{name} failed: {said or repr(cause)}"
+                # A role's own error says already which of the ranks it was.
+                message = str(error) if isinstance(error, RoleError) else f"{name} failed: {reason_of(error, name)}"
                 raise SyncError(f"push of version {version}, phase {phase}: {message}") from error
         if waiting:
             silent = who or ", ".join(s.name for s, f in zip(self.sinks, futures, strict=True) if f in waiting)

@@ -25,23 +25,23 @@ class Elements:
 
 @dataclass(frozen=True, kw_only=True)
 class StateBytes:
-    """Bytes of one rank between two optimizer steps, and of the gradients that a backward pass adds."""
+    """Bytes of one rank: the state that outlives a step, and what a step adds to it.
+
+    `second` is hpz's second partition of the weights, which DeepSpeed lets go of with each update.
+    """
 
     weights: float
     master: float
     moments: float
     gradients: float
-
-    @property
-    def between_steps(self) -> float:
-        return self.weights + self.master + self.moments
+    second: float
 
     def __add__(self, other: "StateBytes") -> "StateBytes":
         return StateBytes(**{name: getattr(self, name) + getattr(other, name) for name in vars(self)})
 
     @property
     def total(self) -> float:
-        return self.weights + self.master + self.moments + self.gradients
+        return self.weights + self.master + self.moments + self.gradients + self.second
 
 
 def state_bytes(layout: TrainLayout, elements: Elements, num_moments: int) -> StateBytes:
@@ -50,7 +50,7 @@ def state_bytes(layout: TrainLayout, elements: Elements, num_moments: int) -> St
     Stage 0 in fp32 keeps no master copy: its weights are the master. Moments and master weights are fp32.
     """
     item = ITEM_BYTES[layout.dtype]
-    weights = master = moments = gradients = 0.0
+    weights = master = moments = gradients = second = 0.0
     for count, ranks in (
         (elements.whole, layout.ranks // layout.tp),
         (elements.matrices / layout.tp, layout.ranks // layout.tp),
@@ -58,11 +58,29 @@ def state_bytes(layout: TrainLayout, elements: Elements, num_moments: int) -> St
     ):
         stage = layout.zero_stage
         part = count / ranks
-        weights += item * (part if stage == 3 else count) + (item * count / layout.hpz if layout.hpz > 1 else 0)
+        weights += item * (part if stage == 3 else count)
+        second += item * count / layout.hpz if layout.hpz > 1 else 0
         master += 4 * part if stage > 0 else 0
         moments += 4 * num_moments * (part if stage > 0 else count)
         gradients += item * (part if stage >= 2 else count)
-    return StateBytes(weights=weights, master=master, moments=moments, gradients=gradients)
+    return StateBytes(weights=weights, master=master, moments=moments, gradients=gradients, second=second)
+
+
+def bytes_between_steps(layout: TrainLayout, elements: Elements, num_moments: int, bucket_elements: int) -> float:
+    """What a rank holds while no step runs: the state, and the buffers that DeepSpeed does not let go of.
+
+    At ZeRO-3 these are its part of the gradients and the bucket in which they are reduced, `bucket_elements` or the
+    whole model if that is smaller; with an offloaded optimizer also its part of the gradients in fp32, and at ZeRO 1
+    and 2 its part of the updated weights.
+    """
+    state = state_bytes(layout, elements, num_moments)
+    kept = 0.0
+    if layout.zero_stage == 3:
+        whole = elements.whole + elements.matrices + elements.experts
+        kept += state.gradients + ITEM_BYTES[layout.dtype] * min(bucket_elements, whole)
+    if layout.offload_optimizer:
+        kept += state.master + (0 if layout.zero_stage == 3 else state.master / 4 * ITEM_BYTES[layout.dtype])
+    return state.weights + state.master + state.moments + kept
 
 
 def promised_bytes(cfg: Config, role: str, shapes: Mapping[str, tuple[int, ...]]) -> StateBytes:

@@ -53,7 +53,8 @@ def validate(result: Mapping[str, Any]) -> None:
     """Raises ValueError, naming the place, unless `result` is as every benchmark writes it.
 
     rows: one for each measurement, with `variant` (who was measured), `repeat` (from 0) and finite figures whose names
-    end in their unit, beside LABELS that describe the variant; one that was refused has a reason and no figure.
+    end in their unit (null where one was not measured), beside LABELS that describe the variant; one that was refused
+    has a reason and no figure.
     ratios: finite and positive, or null where the yardstick was left out.
     """
     if set(result) != set(FIELDS):
@@ -92,7 +93,8 @@ def validate(result: Mapping[str, Any]) -> None:
 
 def figures_of(row: Mapping[str, Any]) -> dict[str, Any]:
     """What was measured, without what says of whom."""
-    return {key: value for key, value in row.items() if key not in LABELS and key not in ("variant", "repeat")}
+    other = LABELS.keys() | {"variant", "repeat"}
+    return {key: value for key, value in row.items() if key not in other and value is not None}
 
 
 def is_finite(value: Any) -> bool:
@@ -248,8 +250,7 @@ def start_parts(cfg: Config, prepared: Prepared, with_engines: bool) -> Iterator
     from actors.group import RankGroup
     from actors.roles import ActorPolicy
     from rollout.engines import EngineGroup
-    from scripts.session import probe_row
-    from weightsync.sync import WeightSync
+    from scripts.session import connect_sync
 
     with ExitStack() as stack:
         say("starting Tandem's actors")
@@ -268,18 +269,8 @@ def start_parts(cfg: Config, prepared: Prepared, with_engines: bool) -> Iterator
         parts = Parts(cluster=cluster, group=group, policy=ActorPolicy(cfg, group), engines=engines)
         if engines is not None:
             info = parts.policy.manifest()
-            engines.connect(info)
             parts.manifest = info["manifest"]
-            buckets = info["manifest"]["buckets"]
-            parts.sync = WeightSync(
-                parts.policy,
-                engines.handles,
-                len(buckets),
-                sum(tensor["nbytes"] for bucket in buckets for tensor in bucket["tensors"]),
-                probe_row(len(prepared.tokenizer), cfg.sync.probe_tokens, cfg.seed),
-                cfg.probe_bound,
-                cfg.sync.timeout_s,
-            )
+            parts.sync = connect_sync(cfg, parts.policy, info, engines, len(prepared.tokenizer))
         yield parts
 
 

@@ -8,26 +8,29 @@ Last, the log-probabilities of one row of 32,768 tokens on one rank, and on two 
 """
 
 import argparse
-import dataclasses
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from actors.engine import BUCKET_ELEMENTS
 from actors.forward import Scorer
-from actors.group import RankGroup, as_micro, plan_ranks
+from actors.group import RankGroup, as_micro, plan_ranks, quadratic_tokens
 from actors.rank import Micro
 from actors.roles import ActorPolicy, plan_updates
 from conf.choices import Dtype, Layout, Optimizer, Recompute
+from conf.errors import ConfigError
 from conf.layout import TrainLayout, every_layout
 from conf.schema import AlgoConfig, ClusterConfig, Config, ModelConfig, RolloutConfig, TrainerConfig
-from rl.batching import collate
+from rl.batching import collate, plan_micro_batches
 from rl.losses import clipped_ratio
-from rl.plan.memory import elements_of, state_bytes
+from rl.plan.memory import bytes_between_steps, elements_of
 from rl.types import Batch, Group, Prompt, Trajectory
 from scripts.benchmarks.common import Result, Row, Yardstick, environment_of, make_result, say
 from weightsync.folder import folder_shapes
@@ -35,6 +38,18 @@ from weightsync.folder import folder_shapes
 RANKS = 2
 UPDATES = 5
 VOCABULARY = 64
+# What every row has, null where it was not measured; `state_bytes` beside the prediction is of the same moment.
+KEYS = (
+    "layout",
+    "legal",
+    "reason",
+    "max_loss_diff",
+    "max_grad_rel_diff",
+    "tok_s_ratio",
+    "peak_bytes",
+    "state_bytes",
+    "predicted_bytes",
+)
 LR = 0.05
 LARGE_LR = 10.0  # for one step, whose way is then the gradient with little rounding
 SHAPES = [(24, (40, 12, 33, 7)), (9, (60, 48, 5, 21)), (40, (16, 16, 30, 52)), (3, (70, 2, 44, 28))] * 2
@@ -215,12 +230,19 @@ class DdpRank:
         return time.monotonic() - started
 
 
-def ddp_seconds(
-    env: dict[str, str], folder: Path, cfg: Config, micros: list[list[Micro]], batch: Batch, n: int
-) -> float:
+def ddp_seconds(env: dict[str, str], folder: Path, cfg: Config, batch: Batch, n: int) -> float:
     """Median seconds of an update, the slower process counting; the first is left out."""
     import socket
 
+    plans = plan_micro_batches(
+        batch,
+        cfg.trainer.layout,
+        RANKS,
+        cfg.trainer.micro_batch_tokens,
+        cfg.trainer.logprob_chunk_tokens,
+        quadratic_tokens(str(folder)),
+    )
+    micros = [[as_micro(batch, micro) for micro in plan] for plan in plans]
     with socket.socket() as probe:
         probe.bind(("", 0))
         port = probe.getsockname()[1]
@@ -240,6 +262,19 @@ def ddp_seconds(
 # -- Tandem --
 
 
+@contextmanager
+def started(cluster: Any, cfg: Config, folder: Path) -> Iterator[RankGroup]:
+    """Training ranks in processes of their own, which end with this."""
+    from actors.engine import optimizer_spec
+
+    group = RankGroup(cfg, cluster, "policy", str(folder), optimizer_spec(cfg.trainer))
+    try:
+        group.start().result()
+        yield group
+    finally:
+        group.stop()
+
+
 def restart(group: RankGroup, cfg: Config, folder: Path) -> ActorPolicy:
     """Has the group's processes load the model again, in another layout."""
     from actors.engine import optimizer_spec
@@ -251,10 +286,19 @@ def restart(group: RankGroup, cfg: Config, folder: Path) -> ActorPolicy:
 def measure_layout(
     group: RankGroup, layout: TrainLayout, folder: Path, batch: Batch, plain: Any, repeats: int
 ) -> dict[str, float]:
-    """Differences from plain torch, seconds of an update, and bytes of a rank."""
+    """Differences from plain torch, seconds of an update, and bytes of a rank, which is in this layout with AdamW."""
     from safetensors.torch import load_file
 
     losses, (before, after) = plain
+    policy = ActorPolicy(group.cfg, group)
+    took = []
+    for step in range(repeats + 1):
+        began = time.monotonic()
+        policy.update(batch, step, step)
+        took.append(time.monotonic() - began)
+    updates = plan_updates(group, policy.cfg, batch, 0, lambda _: 0.0, 0, 100.0)
+    measured = group.call_each("measured", updates, "update")
+    held, peak = max(m[1] for m in measured), max(m[2] for m in measured)
     policy = restart(group, config_of(layout, folder, Optimizer.sgd), folder)
     gaps = []
     for step in range(UPDATES):
@@ -265,93 +309,96 @@ def measure_layout(
     with tempfile.TemporaryDirectory() as out:
         group.call("export", f"{out}/hf", str(folder))
         found = load_file(f"{out}/hf/model.safetensors")
-    policy = restart(group, config_of(layout, folder, Optimizer.adamw), folder)
-    took = []
-    for step in range(repeats + 1):
-        started = time.monotonic()
-        policy.update(batch, step, step)
-        took.append(time.monotonic() - started)
-    updates = plan_updates(group, policy.cfg, batch, 0, lambda _: 0.0, 0, 100.0)
-    measured = group.call_each("measured", updates, "update")
-    held, peak = max(m[1] for m in measured), max(m[2] for m in measured)
     return {
         "max_loss_diff": max(gaps),
         "max_grad_rel_diff": largest_gradient_gap(found, before, after),
         "update_s": statistics.median(took[1:]),
-        "state_bytes": held,
         "peak_bytes": peak,
+        "state_bytes": held,
     }
+
+
+def chosen_layouts(args: argparse.Namespace) -> list[TrainLayout]:
+    """The layouts to look at, legal or not. Raises ConfigError for a name in --only that is none of the legal ones."""
+    found = list(every_layout(RANKS, Dtype.float32))
+    if args.only:
+        legal = {x.label(): x for x in found if x.refusal() is None}
+        unknown = [label for label in args.only if label not in legal]
+        if unknown:
+            raise ConfigError(f"--only {unknown[0]!r}: no legal layout; they are: {', '.join(legal)}")
+        return [legal[label] for label in args.only]
+    return found if args.all else [x for x in found if x.recompute is Recompute.none or is_plainest(x)]
 
 
 def measure(args: argparse.Namespace) -> Result:
     from actors.cluster import Cluster
-    from actors.engine import optimizer_spec
 
+    chosen = chosen_layouts(args)
     batch, rows = random_batch(), list[Row]()
     with tempfile.TemporaryDirectory() as scratch:
         folders = {False: model_folder(Path(scratch) / "dense", False), True: model_folder(Path(scratch) / "moe", True)}
         cluster = Cluster(ClusterConfig(start_timeout_s=300))
         try:
-            any_legal = next(x for x in every_layout(RANKS, Dtype.float32) if x.refusal() is None)
-            first = config_of(any_legal, folders[False], Optimizer.sgd)
-            group = RankGroup(first, cluster, "policy", str(folders[False]), optimizer_spec(first.trainer))
-            group.start().result()
-            env = environment_of(group.actors[0])
             for experts, folder in folders.items():
-                rows += measure_model(args, group, folder, experts, batch, env)
-            rows += measure_long_row(group, folders[False], args.long_tokens)
+                mine = [layout for layout in chosen if (layout.ep > 1) == experts]
+                rows += measure_model(args, cluster, folder, mine, batch) if mine else []
+            if not args.only:
+                rows += measure_long_row(cluster, folders[False], args.long_tokens)
         finally:
             cluster.stop()
+    rows = [{"repeat": 0} | dict.fromkeys(KEYS) | row for row in rows]
     return make_result(args, rows, worst_ratios(rows), ranks=RANKS, updates=UPDATES, num_tokens=sum(batch.lengths))
 
 
 def measure_model(
-    args: argparse.Namespace, group: RankGroup, folder: Path, experts: bool, batch: Batch, env: dict[str, str]
+    args: argparse.Namespace, cluster: Any, folder: Path, layouts: Sequence[TrainLayout], batch: Batch
 ) -> list[Row]:
-    """The rows of one model: layouts with ep are for the one with experts, those without it for the dense one."""
+    """The rows of one model: layouts with ep are for the one with experts, those without it for the dense one.
+
+    DeepSpeed keeps engines of ZeRO-3 alive, so each of those layouts has fresh processes; the others share theirs.
+    """
     plain = plain_updates(folder, batch, LR, UPDATES)[0], plain_updates(folder, batch, LARGE_LR, 1)[1]
     rows: list[Row] = []
-    everything = [x for x in every_layout(RANKS, Dtype.float32) if (x.ep > 1) == experts]
-    if not args.all:
-        everything = [x for x in everything if x.recompute is Recompute.none or is_plainest(x)]
-    legal = [x for x in everything if x.refusal() is None]
-    cfg = config_of(legal[0], folder, Optimizer.adamw)
-    group.cfg, group.layout = cfg, cfg.train_layout
-    spread = dataclasses.replace(cfg.train_layout, sp=1, tp=1, ep=1)
-    group.layout = spread
-    micros = [[as_micro(batch, micro) for micro in plan] for plan in plan_ranks(group, cfg, batch)]
     elements = elements_of(folder_shapes(folder))  # the head is tied, and so not in the folder
-    for number, layout in enumerate(legal):
-        if number % 12 == 0:  # again now and then: the machine may have changed
-            ddp_s = ddp_seconds(env, folder, cfg, micros, batch, args.repeats)
-        found = measure_layout(group, layout, folder, batch, plain, args.repeats)
-        predicted = state_bytes(layout, elements, num_moments=2)
-        row = {
-            "variant": f"{'moe ' if experts else ''}{layout.label()}",
-            "repeat": 0,
-            "layout": layout.label(),
-            "legal": True,
-            "reason": "",
-            **found,
-            "tok_s_ratio": ddp_s / found["update_s"],
-            "predicted_bytes": predicted.between_steps,
-        }
-        rows.append(row)
-        say(
-            f"{number + 1}/{len(legal)} {row['variant']}: loss {found['max_loss_diff']:.1e}, gradient "
-            f"{found['max_grad_rel_diff']:.1e}, {row['tok_s_ratio']:.2f} of DDP, "
-            f"state {found['state_bytes'] / 1e6:.1f} MB (predicted {predicted.between_steps / 1e6:.1f}), "
-            f"peak {found['peak_bytes'] / 1e6:.1f} MB"
-        )
-    for layout in everything:
+    legal = [x for x in layouts if x.refusal() is None]
+    group = None
+    with ExitStack() as processes:
+        for number, layout in enumerate(legal):
+            began = time.monotonic()
+            cfg = config_of(layout, folder, Optimizer.adamw)
+            if group is None or layout.zero_stage == 3:
+                processes.close()
+                group = processes.enter_context(started(cluster, cfg, folder))
+            else:
+                restart(group, cfg, folder)
+            start_s = time.monotonic() - began
+            if number % 12 == 0:  # again now and then: the machine may have changed
+                ddp_s = ddp_seconds(environment_of(group.actors[0]), folder, cfg, batch, args.repeats)
+            found = measure_layout(group, layout, folder, batch, plain, args.repeats)
+            row: Row = {
+                "variant": f"{'moe ' if layout.ep > 1 else ''}{layout.label()}",
+                "layout": layout.label(),
+                "legal": True,
+                "reason": "",
+                **found,
+                "tok_s_ratio": ddp_s / found["update_s"],
+                "predicted_bytes": bytes_between_steps(layout, elements, 2, BUCKET_ELEMENTS),
+            }
+            rows.append(row)
+            say(
+                f"{number + 1}/{len(legal)} {row['variant']}: loss {row['max_loss_diff']:.1e}, gradient "
+                f"{row['max_grad_rel_diff']:.1e}, {row['tok_s_ratio']:.2f} of DDP, "
+                f"state {row['state_bytes'] / 1e6:.1f} MB (predicted {row['predicted_bytes'] / 1e6:.1f}), "
+                f"peak {row['peak_bytes'] / 1e6:.1f} MB; start {start_s:.0f} s of {time.monotonic() - began:.0f}"
+            )
+    for layout in layouts:
         reason = layout.refusal()
         if reason is not None:
-            label = layout.label()
-            rows.append({"variant": label, "repeat": 0, "layout": label, "legal": False, "reason": reason})
+            rows.append({"variant": layout.label(), "layout": layout.label(), "legal": False, "reason": reason})
     return rows
 
 
-def measure_long_row(group: RankGroup, folder: Path, num_tokens: int) -> list[Row]:
+def measure_long_row(cluster: Any, folder: Path, num_tokens: int) -> list[Row]:
     """Log-probabilities of one row whole on one rank (the other has none), and shared by two."""
     random = torch.Generator().manual_seed(1)
     row = torch.randint(0, VOCABULARY, (num_tokens,), generator=random).tolist()
@@ -368,15 +415,17 @@ def measure_long_row(group: RankGroup, folder: Path, num_tokens: int) -> list[Ro
     rows: list[Row] = []
     for sp in (1, RANKS):
         layout = next(x for x in every_layout(RANKS, Dtype.float32) if x.sp == sp and x.tp == x.ep == 1)
-        policy = restart(group, config_of(layout, folder, Optimizer.sgd), folder)
-        micros = [[as_micro(batch, micro) for micro in plan] for plan in plan_ranks(group, policy.cfg, batch)]
-        started = time.monotonic()
-        measured = group.call_each("measured", micros, "logprobs")
-        took = time.monotonic() - started
+        cfg = config_of(layout, folder, Optimizer.sgd)
+        with started(cluster, cfg, folder) as group:
+            micros = [[as_micro(batch, micro) for micro in plan] for plan in plan_ranks(group, cfg, batch)]
+            began = time.monotonic()
+            measured = group.call_each("measured", micros, "logprobs")
+            took = time.monotonic() - began
         (found[sp],) = (values for m in measured for values in m[0])
         figures = {"logprobs_s": took, "peak_bytes": max(m[2] for m in measured)}
         figures["max_logprob_diff"] = float((found[sp] - found[1]).abs().max())
-        rows.append({"variant": f"row of {num_tokens} tokens on {sp}", "repeat": 0} | figures)
+        of_layout = {"layout": layout.label(), "legal": True, "reason": ""}
+        rows.append({"variant": f"row of {num_tokens} tokens on {sp}"} | of_layout | figures)
         say(f"{rows[-1]['variant']}: {took:.0f} s, peak {figures['peak_bytes'] / 1e6:.0f} MB")
     return rows
 

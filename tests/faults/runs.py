@@ -90,14 +90,16 @@ class Run:
     def last_step(self) -> int:
         return max(self.steps(), default=0)
 
-    def pids(self, role: str | None = None) -> list[int]:
-        """Living processes of this run, the driver among them; with `role`, the actors of that role."""
+    def pids(self, role: str | None = None, rank: int | None = None) -> list[int]:
+        """Living processes of this run, the driver among them; with `role`, its actors, or only that of one rank."""
         found = {*marked(self.mark.encode()), *writers(str(self.temp.resolve()))}
         if self.run_id is not None:  # on a cluster that was joined, workers carry only the mark that the run gave them
             found |= set(marked(f"{RUN_MARK}={self.run_id}".encode()))
         if role is None:
             return sorted(found)
         wanted = set(marked(f"TANDEM_ROLE={role}".encode()))
+        if rank is not None:
+            wanted &= set(marked(f"TANDEM_RANK={rank}".encode()))
         return [pid for pid in sorted(found & wanted) if "ray::" in command(pid)]
 
     def wait_for(self, what: str, condition: Callable[[], Any], timeout_s: float = START_S) -> Any:

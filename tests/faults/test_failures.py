@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.faults.runs import ENDLESS, WANDB, Launch, Run, checkpoints, launcher, patience
@@ -46,6 +47,14 @@ def flaky(completion, record):
 
 def broken(completion, record):
     raise ValueError("the grader is out of order")
+
+def held(completion, record):
+    """No verdict, and so no update, before there is a file `go`."""
+    if completion:
+        open("asked", "w").close()
+    while completion and not os.path.exists("go"):
+        time.sleep(0.05)
+    return float(len(set(completion)))
 '''
 
 
@@ -153,6 +162,36 @@ def test_dead_rank_and_dead_engine_end_their_runs_by_name(launch: Launch) -> Non
         (folder,) = offline_folders(run.folder)
         stored = read_offline(folder)
         assert [row["train/step"] for row in stored["rows"]] == steps and stored["exit_code"] == 1
+
+
+def test_rank_without_memory_ends_the_run_by_name(launch: Launch, work: Path) -> None:
+    """The address space of one rank of two is limited before the first update, which needs a gigabyte: its peer is
+    left alone in a collective.
+    """
+    (work / "verdicts.py").write_text(REWARDS)
+    run = launch(
+        ENDLESS,
+        *("cluster.train_ranks=2", "trainer.zero_stage=1", "prompts_per_step=64", "samples_per_prompt=16"),
+        *("trainer.micro_batch_tokens=1000000", "trainer.layout=padded", "rollout.max_tokens=40"),
+        *("reward=function", "reward._target_=verdicts.held", "reward.deadline_s=600"),
+    )
+    run.wait_for("the first completion", (work / "asked").exists)
+    (pid,) = run.pids("policy", rank=1)
+    assert run.pids("policy", rank=0) != [pid]
+    run.observe()
+    limit = psutil.Process(pid).memory_info().vms + 1_000_000
+    resource.prlimit(pid, resource.RLIMIT_AS, (limit, limit))
+    (work / "go").touch()
+    began = time.monotonic()
+    assert run.wait(NOTICED_S) == 1, run.err
+    run.wait_clean(time.monotonic(), CLEAN_S)
+    assert time.monotonic() < began + patience(NOTICED_S)
+    message = run.summary()["error"]
+    assert "policy rank 1: out of memory" in message and "policy rank 0" not in message, message
+    for piece in ["phase policy.", "trainer.micro_batch_tokens", "trainer.zero_stage", "trainer.offload_optimizer"]:
+        assert piece in message and piece in run.err, run.err
+    assert run.err.count("error: ") == 1 and "Traceback" not in run.err, run.err
+    assert (run.status(), run.steps()) == ("failed", [])
 
 
 # Resources

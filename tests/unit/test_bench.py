@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,11 @@ import pytest
 import torch
 
 from conf.choices import Layout
+from conf.errors import ConfigError
 from rl.faults import RoleDied
 from rl.types import Prompt
 from scripts import bench
-from scripts.benchmarks import common, rollout, step, train
+from scripts.benchmarks import common, layouts, rollout, step, train
 from weightsync.manifest import plan_buckets
 
 
@@ -73,6 +76,79 @@ def test_a_broken_result_is_refused_and_the_place_named(tmp_path: Path, changes:
     with pytest.raises(ValueError, match=named):
         common.write_result(result(**changes), path)
     assert not path.exists()
+
+
+def test_a_figure_may_be_unmeasured_and_is_then_not_among_the_medians(capsys: pytest.CaptureFixture[str]) -> None:
+    refused = {"variant": "b", "repeat": 0, "layout": "b", "legal": False, "reason": "too large", "peak_bytes": None}
+    found = result(rows=[{"variant": "a", "repeat": 0, "peak_bytes": 1.0, "state_bytes": None}, refused])
+    common.validate(found)
+    assert common.medians(found["rows"])["a"] == {"peak_bytes": 1.0}
+    common.print_result(found)
+    assert "refused (1): too large" in capsys.readouterr().out
+
+
+def test_layouts_can_be_chosen_by_name_and_illegal_ones_cannot() -> None:
+    def chosen(only: list[str] | None, everything: bool = False) -> list[str]:
+        return [x.label() for x in layouts.chosen_layouts(Namespace(only=only, all=everything))]
+
+    assert chosen(["zero3 dp2 hpz2", "zero0 dp2"]) == ["zero3 dp2 hpz2", "zero0 dp2"]
+    assert len(chosen(None)) < len(chosen(None, everything=True))
+    for name in ("zero3 dp1 tp2", "zero9"):
+        with pytest.raises(ConfigError, match=f"--only '{name}': no legal layout; they are: zero0 dp2, "):
+            chosen([name])
+
+
+class PretendedGroups:
+    """Takes the place of processes: notes in which layouts they were started and restarted."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.events: list[str] = []
+        figures = {"max_loss_diff": 0.0, "max_grad_rel_diff": 0.0, "update_s": 1.0, "peak_bytes": 2, "state_bytes": 1}
+        monkeypatch.setattr(layouts, "started", self.started)
+        monkeypatch.setattr(layouts, "restart", lambda group, cfg, folder: self.events.append(self.of("restart", cfg)))
+        monkeypatch.setattr(layouts, "plain_updates", lambda *_: ([], []))
+        monkeypatch.setattr(layouts, "folder_shapes", lambda _: {"w": (2, 2)})
+        monkeypatch.setattr(layouts, "ddp_seconds", lambda *_: 1.0)
+        monkeypatch.setattr(layouts, "environment_of", lambda _: {})
+        monkeypatch.setattr(layouts, "measure_layout", lambda *_: dict(figures))
+
+    def of(self, event: str, cfg: Any) -> str:
+        return f"{event} {cfg.train_layout.label()}"
+
+    @contextmanager
+    def started(self, cluster: Any, cfg: Any, folder: Path) -> Iterator[Namespace]:
+        self.events.append(self.of("start", cfg))
+        yield Namespace(actors=[None])
+        self.events.append(self.of("end", cfg))
+
+
+def test_layouts_of_zero3_have_processes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = PretendedGroups(monkeypatch)
+    wanted = ["zero0 dp2", "zero1 dp2", "zero3 dp2", "zero3 dp2 hpz2"]
+    chosen = layouts.chosen_layouts(Namespace(only=wanted, all=False))
+    rows = layouts.measure_model(Namespace(repeats=1), None, Path("m"), chosen, layouts.random_batch())
+    assert groups.events == [
+        "start zero0 dp2", "restart zero1 dp2", "end zero0 dp2",
+        "start zero3 dp2", "end zero3 dp2",
+        "start zero3 dp2 hpz2", "end zero3 dp2 hpz2",
+    ]  # fmt: skip
+    assert [row["layout"] for row in rows] == wanted
+
+
+def test_every_row_of_the_layouts_has_every_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    PretendedGroups(monkeypatch)
+    monkeypatch.setattr(layouts, "model_folder", lambda out, experts: out)
+    long_row = {"variant": "row", "layout": "zero0 dp2", "legal": True, "reason": "", "peak_bytes": 3}
+    monkeypatch.setattr(layouts, "measure_long_row", lambda *_: [long_row])
+    monkeypatch.setattr("actors.cluster.Cluster", lambda _: Namespace(stop=lambda: None))
+    args = Namespace(name="layouts", json="x", repeats=1, only=None, all=False, long_tokens=8)
+    found = layouts.measure(args) | {"took_s": 1.0}
+    common.write_result(found, tmp_path / "r.json")
+    keys = {"layout", "legal", "reason", "max_loss_diff", "max_grad_rel_diff", "tok_s_ratio", "peak_bytes"}
+    assert all(keys | {"state_bytes", "predicted_bytes"} <= row.keys() for row in found["rows"])
+    legal = [row for row in found["rows"] if row["legal"]]
+    assert len(legal) == 57 and all(row["reason"] for row in found["rows"] if not row["legal"])
+    assert all(row["predicted_bytes"] > 0 and row["tok_s_ratio"] == 1.0 for row in legal[:-1])
 
 
 def test_medians_are_by_variant_and_leave_out_what_some_rows_lack() -> None:
@@ -161,11 +237,17 @@ def test_the_recorded_batch_is_the_quickstarts_and_always_the_same() -> None:
 
 
 def test_different_work_or_settings_are_refused() -> None:
-    train.require_same_work({"tandem": {"grad_norm": 1.0}, "torch": {"grad_norm": 1.0001}})
-    with pytest.raises(RoleDied, match="norms differ"):
-        train.require_same_work({"tandem": {"grad_norm": 1.0}, "torch": {"grad_norm": 1.1}})
-    with pytest.raises(RoleDied, match="norms differ"):
-        train.require_same_work({"tandem": {"grad_norm": float("nan")}, "torch": {"grad_norm": 1.0}})
+    same = {variant: {"grad_norm": 4.0, "loss": 0.5} for variant in ("tandem", "torch", "torch, padded")}
+    train.require_same_work(same | {"tandem": {"grad_norm": 4.0002, "loss": 0.500004}})
+    for variant, name, value in [
+        ("tandem", "grad_norm", 4.001),
+        ("tandem", "grad_norm", float("nan")),
+        ("torch", "grad_norm", 4.0001),
+        ("tandem", "loss", 0.50002),
+        ("torch", "loss", float("nan")),
+    ]:
+        with pytest.raises(RoleDied, match=f"{name} differs"):
+            train.require_same_work(same | {variant: same[variant] | {name: value}})
     rollout.require_equal({"num_threads": "2"}, {"num_threads": "2"})
     with pytest.raises(RoleDied, match="num_threads: 2 in Tandem, 1 in vLLM"):
         rollout.require_equal({"num_threads": "2"}, {"num_threads": "1"})

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from conf.choices import Template
 from conf.errors import ConfigError
 from conf.schema import DataConfig, SftConfig
-from rollout.data import load_demonstrations, load_records, load_tokenizer, render_prompts
+from rollout.data import draw_demonstrations, load_records, load_tokenizer, render_demonstrations, render_prompts
 
 PAD, EOS, BOS = 0, 1, 2
 CHARS = "abcdefghijklmnopqrstuvwxyzCDEF?: =\n"
@@ -266,6 +266,13 @@ def test_exactly_one_bos_in_plain_text() -> None:  # B23
         [{"prompt": "ab="}], make_cfg("x", template=Template.plain), make_tokenizer(None), 100
     )
     assert prompt.token_ids == [BOS, *encode("ab=")]
+
+
+def load_demonstrations(
+    cfg: DataConfig, sft: SftConfig, tokenizer: Any, count: int, seed: int
+) -> list[tuple[list[int], list[int]]]:
+    """As the warm start has them."""
+    return draw_demonstrations(cfg, render_demonstrations(cfg, sft, tokenizer, count, seed), count, seed)
 
 
 def test_one_bos_in_demonstrations(tmp_path: Path) -> None:  # B23

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import sys
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +32,7 @@ from conf.schema import (
     SyncConfig,
     TrainerConfig,
 )
-from rollout.preflight import Prepared, prepare, require_disk, require_memory
+from rollout.preflight import Prepared, prepare, require_attention, require_disk, require_memory
 
 HEADS, CONTEXT = 4, 1024  # of the tiny model
 GIGABYTE = 10**9
@@ -116,7 +117,7 @@ def check(cfg: Config) -> Prepared:
     """Everything that scripts/train.py checks before it starts anything, in its order."""
     prepared = prepare(cfg)
     require_disk(cfg, prepared.shapes)
-    require_memory(cfg, prepared.shapes, "cpu")
+    require_memory(cfg, prepared.shapes, prepared.model, "cpu")
     resolve_start(cfg, to_dict(cfg), prepared.shapes)
     return prepared
 
@@ -217,6 +218,14 @@ def test_model_that_the_layout_cannot_cut(
         assert piece in message
 
 
+@pytest.mark.parametrize("name", ["sdpa", "eager"])
+def test_attention_that_every_transformers_has_costs_no_import(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers.modeling_utils", None)  # an import of it raises ImportError
+    require_attention(name)
+    with pytest.raises(ImportError):
+        require_attention("flex_attention")
+
+
 def test_attention_that_transformers_does_not_have_is_named_with_the_choices(scene: Scene) -> None:
     message = refusal(scene.cfg(model=ModelConfig(path=str(scene.model), attention="foo")))
     for piece in ["model.attention=foo", "eager", "sdpa"]:
@@ -232,6 +241,14 @@ def test_generator_that_exits_is_an_error(scene: Scene) -> None:
     (scene.folder / "preflight_exits.py").write_text("import sys\ndef rows(split, seed, size): sys.exit(0)\n")
     cfg = scene.cfg(data={"path": None, "_target_": "preflight_exits.rows"})
     assert "SystemExit" in refusal(cfg)
+
+
+def test_demonstrations_of_a_file_are_rendered_once_for_check_and_warm_start(scene: Scene) -> None:
+    scene.write([{"prompt": f"{letter}cb=", "completion": "bc"} for letter in "adefghij"])
+    assert prepare(scene.cfg()).demonstrations == []
+    prepared = prepare(scene.cfg(sft=SftConfig(num_steps=3)))
+    assert [prompt for prompt, _ in prepared.demonstrations] == [prompt.token_ids for prompt in prepared.train]
+    assert all(prepared.decode(completion) == "bc" for _, completion in prepared.demonstrations)
 
 
 def test_demonstrations_without_completions_are_found_before_anything_starts(scene: Scene) -> None:
@@ -271,12 +288,12 @@ def test_state_that_this_machine_cannot_hold(
     """0.1M parameters: 1.6 MB of AdamW state in fp32 on one rank, of which 1.2 MB are offloaded."""
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=1_000_000))
     cfg = scene.cfg(trainer=TrainerConfig(offload_optimizer=offload))
-    shapes = prepare(cfg).shapes
+    prepared = prepare(cfg)
     if not refused:
-        require_memory(cfg, shapes, device)
+        require_memory(cfg, prepared.shapes, prepared.model, device)
         return
     with pytest.raises(ConfigError, match=r"trainer.zero_stage=1, cluster.train_ranks=1.*which has 0.0 GB"):
-        require_memory(cfg, shapes, device)
+        require_memory(cfg, prepared.shapes, prepared.model, device)
 
 
 # Sizes

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rl.faults import SyncError
+from rl.faults import RoleOutOfMemory, SyncError
 from tests.unit.stand_ins import TinyEngine, TinyLm, TinySource, broken, done
 from weightsync.sync import WeightSync
 
@@ -287,3 +287,19 @@ def test_push_after_a_failed_one_repairs_the_engines(monkeypatch: pytest.MonkeyP
             sync.push(0)
     sync.push(0)
     assert all(torch.equal(engine.lm.head, source.lm.head) and not engine.paused for engine in engines)
+
+
+def test_push_tells_which_rank_lacks_memory_and_not_another() -> None:
+    bench = Bench()
+    said = "phase policy.pack: policy rank 1: out of memory"
+    bench.source.answers["pack 1"] = broken(RoleOutOfMemory(said))
+    with pytest.raises(SyncError, match=f"phase pack bucket 1: {said}"):
+        bench.sync.push(3)
+
+
+def test_push_says_what_to_change_when_an_engine_lacks_memory() -> None:
+    bench = Bench()
+    bench.sinks[1].answers["load 1"] = broken(torch.OutOfMemoryError("CUDA out of memory."))
+    with pytest.raises(SyncError, match=r"B failed: out of memory \(CUDA out of memory.\); lower"):
+        bench.sync.push(3)
+    assert not bench.resumed

@@ -8,7 +8,7 @@ import pytest
 from conf.choices import Dtype, Layout
 from conf.layout import TrainLayout
 from conf.schema import ClusterConfig
-from rl.plan.memory import Elements, elements_of, state_bytes
+from rl.plan.memory import Elements, bytes_between_steps, elements_of, state_bytes
 from tests.unit.stand_ins import make_cfg
 
 
@@ -54,6 +54,24 @@ def test_second_partition_is_one_more_copy_over_its_ranks() -> None:
     plain = state_bytes(layout(4, zero_stage=3), Elements(whole=80), 2)
     second = state_bytes(layout(4, zero_stage=3, hpz=2), Elements(whole=80), 2)
     assert second.total - plain.total == 4 * 80 / 2
+
+
+@pytest.mark.parametrize(
+    ("trainer", "wanted"),
+    [
+        ({"zero_stage": 0}, 400 + 800),
+        ({"zero_stage": 1}, 400 + 200 + 400),
+        ({"zero_stage": 2, "offload_optimizer": True}, 400 + 200 + 400 + 200 + 200),
+        ({"zero_stage": 3}, 200 + 200 + 400 + 200 + 240),
+        ({"zero_stage": 3, "hpz": 2}, 200 + 200 + 400 + 200 + 240),
+        ({"zero_stage": 3, "offload_optimizer": True}, 200 + 200 + 400 + 200 + 240 + 200),
+    ],
+)
+def test_between_steps_buffers_of_deepspeed_stay(trainer: dict[str, Any], wanted: float) -> None:
+    """Two ranks, 100 parameters in fp32, buckets of 60."""
+    assert bytes_between_steps(layout(2, **trainer), Elements(whole=100), 2, 60) == wanted
+    roomy = bytes_between_steps(layout(2, **trainer), Elements(whole=100), 2, 1000)
+    assert roomy == wanted + (160 if trainer["zero_stage"] == 3 else 0)
 
 
 def test_elements_are_told_apart_by_name() -> None:
