@@ -186,7 +186,8 @@ def require_same_work(measured: dict[str, dict[str, float]]) -> None:
         ("grad_norm", 1e-5, ["torch", "torch, padded"]),
     ):
         found = {variant: measured[variant][name] for variant in variants}
-        if not max(found.values()) - min(found.values()) <= tolerance * max(1.0, *found.values()):
+        first = found[variants[0]]
+        if not all(abs(value - first) <= tolerance * max(1.0, abs(first)) for value in found.values()):
             raise RoleDied(f"{name} differs: {found}")
 
 
