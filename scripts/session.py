@@ -41,7 +41,7 @@ from rl.types import Group, RunState
 from rollout.engines import EngineGroup
 from rollout.evaluate import evaluate
 from rollout.pool import RolloutPool
-from rollout.preflight import Prepared, prepare, require_disk, require_memory
+from rollout.preflight import Prepared, prepare, require_compilers, require_disk, require_memory
 from rollout.rewards import RewardPool
 from scripts.sft import warm_start
 from weightsync.sync import WeightSync
@@ -67,6 +67,7 @@ def train(cfg: Config) -> int:
     config = to_dict(cfg)
     require_disk(cfg, prepared.shapes)
     require_memory(cfg, prepared.shapes, detect_device(cfg.cluster))
+    require_compilers(cfg, detect_device(cfg.cluster))
     start = resolve_start(cfg, config, prepared.shapes)
     state = RunState(**start.manifest.get("run_state", {}))
     console = Console()

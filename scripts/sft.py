@@ -75,6 +75,7 @@ def warm_start(
     sft = cfg.sft
     spec = OptimizerSpec(
         kind=Optimizer.adamw,
+        compile_timeout_s=cfg.trainer.timeout_s,
         momentum=0.0,
         beta1=0.9,
         beta2=sft.beta2,
