@@ -68,10 +68,12 @@ class FusedTokenScores(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         dtype = torch.float64 if logits.dtype is torch.float64 else torch.float32
         scale = torch.tensor(temperature, dtype=dtype, device=logits.device)  # a number would be compiled in
+        targets = targets.clone()  # a chunk of many: where a view begins would be compiled in
         logprobs, entropy, normaliser = kernel(scores)(logits, targets, scale)
         ctx.save_for_backward(logits, targets, scale, entropy, normaliser)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, of_logprobs: torch.Tensor, of_entropy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return kernel(gradient)(*ctx.saved_tensors, of_logprobs, of_entropy), None, None
+        columns = of_logprobs.clone(), of_entropy.clone()  # as the targets
+        return kernel(gradient)(*ctx.saved_tensors, *columns), None, None

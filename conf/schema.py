@@ -746,8 +746,9 @@ class Config:
             trainer.optimizer is not Optimizer.cpu_adam
             or trainer.offload_optimizer
             or self.cluster.device is not Device.cuda,
-            f"trainer.optimizer=cpu_adam with trainer.offload_optimizer=false, cluster.device="
-            f"{self.cluster.device.value}: it works on weights in host memory; use trainer.offload_optimizer=true, or trainer.optimizer=adamw",
+            "trainer.optimizer=cpu_adam with trainer.offload_optimizer=false, cluster.device="
+            f"{self.cluster.device.value}: it works on weights in host memory; use trainer.offload_optimizer=true, "
+            "or trainer.optimizer=adamw",
         )
         require(
             self.lora.rank == 0 or (trainer.tp == trainer.ep == 1),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 import torch
 
 from actors.checkpoint import read_manifest
@@ -194,6 +195,26 @@ def test_muon_equals_torchs_and_continues_from_a_checkpoint(
         # orthogonalisation in bf16 rounds what differs in the last bit to another value now and then
         assert {name: found[name] for name in wanted} == pytest.approx(wanted, abs=1e-3)
     assert_close(weights_of(policy, folder, tmp_path / "hf"), plain.weights(), 2e-4)
+
+
+# -- compiled kernels: the processes must be told to compile when they start --
+
+
+def num_compiled(_: Any) -> int:
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_five_updates_through_compiled_kernels_equal_plain_torch(folder: Path, dense: Wanted, tmp_path: Path) -> None:
+    cfg = config("sgd", 1, 2, layout=Layout.padded, fused_logprobs=True)
+    with started_cluster() as cluster:
+        group = start_ranks(cluster, [cfg], folder)[2]
+        assert_equals_plain(ActorPolicy(cfg, group), dense, tmp_path / "hf", "sgd")
+        compiled = ray.get([actor.__ray_call__.remote(num_compiled) for actor in group.actors], timeout=60)
+    assert all(count >= 2 for count in compiled), "the formulas ran uncompiled"
 
 
 # -- DeepSpeed's AdamW for host memory; slow where it has not been compiled yet --
