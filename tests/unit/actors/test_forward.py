@@ -276,8 +276,13 @@ def test_fused_formulas_are_exact_in_fp64(monkeypatch: pytest.MonkeyPatch, tempe
 
 
 def test_fused_scorer_equals_the_default_one(lm: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    kinds = []
-    monkeypatch.setattr("actors.fused.kernel", lambda function: kinds.append(function.__name__) or function)
+    kinds: list[str] = []
+
+    def uncompiled(function: Any) -> Any:
+        kinds.append(function.__name__)
+        return function
+
+    monkeypatch.setattr("actors.fused.kernel", uncompiled)
     batch, results = ragged_batch(3, 32, prompt_lens=(1, 6, 3)), []
     for fused in (False, True):
         lm.zero_grad()
