@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,8 +24,6 @@ from conf.schema import Config
 from rl.batching import MicroBatch, plan_micro_batches
 from rl.faults import RoleDied, RoleTimeout
 from rl.types import Batch
-
-INDUCTOR_KEY = "TORCHINDUCTOR_CACHE_DIR"  # else in the temporary folder, which goes with the run
 
 
 def wait_all(refs: Sequence[Any], names: Sequence[str], phase: str, timeout_s: float) -> list[Any]:
@@ -99,7 +96,8 @@ class RankGroup:
             env |= {
                 "TORCHDYNAMO_DISABLE": "0",
                 "TORCHINDUCTOR_COMPILE_THREADS": "1",  # two kernels do not need a pool of processes
-                INDUCTOR_KEY: os.environ.get(INDUCTOR_KEY) or str(machine_folder() / "inductor"),
+                # Not from this process' environment: importing torch's compiler sets it there, to a temporary folder.
+                "TORCHINDUCTOR_CACHE_DIR": str(machine_folder() / "inductor"),
             }
         gpus = cfg.cluster.gpus_per_rank if device == "cuda" else 0.0
         place = self.cluster.reserve(self.role, [(cfg.cluster.cpus_per_rank, gpus)] * self.world)

@@ -4,6 +4,7 @@ The list comes from the code that decides what is legal, so none is forgotten.
 """
 
 import dataclasses
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ import ray
 import torch
 
 from actors.checkpoint import read_manifest
+from actors.compiled import machine_folder
 from actors.engine import cpu_adam, optimizer_spec
 from actors.group import RankGroup
 from actors.roles import ActorPolicy
@@ -200,10 +202,10 @@ def test_muon_equals_torchs_and_continues_from_a_checkpoint(
 # -- compiled kernels: the processes must be told to compile when they start --
 
 
-def num_compiled(_: Any) -> int:
+def num_compiled(_: Any) -> tuple[int, str]:
     from torch._dynamo.utils import counters
 
-    return int(counters["stats"]["unique_graphs"])
+    return int(counters["stats"]["unique_graphs"]), os.environ["TORCHINDUCTOR_CACHE_DIR"]
 
 
 @pytest.mark.slow
@@ -214,7 +216,9 @@ def test_five_updates_through_compiled_kernels_equal_plain_torch(folder: Path, d
         group = start_ranks(cluster, [cfg], folder)[2]
         assert_equals_plain(ActorPolicy(cfg, group), dense, tmp_path / "hf", "sgd")
         compiled = ray.get([actor.__ray_call__.remote(num_compiled) for actor in group.actors], timeout=60)
-    assert all(count >= 2 for count in compiled), "the formulas ran uncompiled"
+    for count, kept_in in compiled:
+        assert count >= 2, "the formulas ran uncompiled"
+        assert Path(kept_in).parent == machine_folder() and list(Path(kept_in).iterdir())
 
 
 # -- DeepSpeed's AdamW for host memory; slow where it has not been compiled yet --
