@@ -93,6 +93,21 @@ def load(name: str, build: Callable[[], Module], timeout_s: float) -> Module:
         return module
 
 
+@contextlib.contextmanager
+def kept_whole(folder: Path, timeout_s: float) -> Iterator[None]:
+    """For a compiler that writes its results in place and takes what it finds: nothing half-written stays in `folder`.
+
+    One process at a time; what one has left that was killed in here is thrown away by the next.
+    """
+    unfinished = folder.with_name(f"{folder.name}.unfinished")
+    with only_one(folder.with_name(f"{folder.name}.flock"), timeout_s):
+        if unfinished.exists():
+            shutil.rmtree(folder, ignore_errors=True)
+        unfinished.touch()
+        yield
+        unfinished.unlink()
+
+
 def built_in(folder: Path, build: Callable[[], Module]) -> Module:
     """What `build` gives, with `folder` in the place of TORCH_EXTENSIONS_DIR."""
     before = {key: os.environ.get(key) for key in (ROOT_KEY, "PATH")}

@@ -5,11 +5,15 @@ in fp32 is here one pass forward and one backward over the logits as the head gi
 made but the gradient. torch.compile writes the kernels (Triton on a GPU, C++ on a CPU) when they are first called.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+
+from actors.compiled import kept_whole, machine_folder
 
 
 def scores(
@@ -46,15 +50,31 @@ def gradient(
     return ((found + torch.where(chosen, of_logprobs[:, None], 0.0)) / temperature).to(logits.dtype)
 
 
+def compiling() -> contextlib.AbstractContextManager[None]:
+    """Guards a call that compiles. The locks of torch's compiler end with their process, but it takes a library that a
+    killed linker has half written for a whole one."""
+    from torch._inductor.config import file_lock_timeout
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    folder = Path(cache_dir())
+    own = folder.parent == machine_folder()  # of a training rank; elsewhere others compile there too
+    return kept_whole(folder, file_lock_timeout) if own else contextlib.nullcontext()
+
+
 @functools.cache
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` compiled, once for any number of tokens."""
     compiled = torch.compile(function, fullgraph=True)
+    known = set()
 
     def call(logits: torch.Tensor, targets: torch.Tensor, temperature: torch.Tensor, *columns: torch.Tensor) -> Any:
         for tensor in (logits, targets, *columns):
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
-        return compiled(logits, targets, temperature, *columns)
+        kind = (logits.dtype, logits.device.type, logits.shape[-1], len(logits) == 1)
+        with contextlib.nullcontext() if kind in known else compiling():
+            found = compiled(logits, targets, temperature, *columns)
+        known.add(kind)
+        return found
 
     return call
 

@@ -98,6 +98,7 @@ class RankGroup:
                 "TORCHINDUCTOR_COMPILE_THREADS": "1",  # two kernels do not need a pool of processes
                 # Not from this process' environment: importing torch's compiler sets it there, to a temporary folder.
                 "TORCHINDUCTOR_CACHE_DIR": str(machine_folder() / "inductor"),
+                "TORCHINDUCTOR_FILE_LOCK_TIMEOUT": str(math.ceil(cfg.trainer.timeout_s)),
             }
         gpus = cfg.cluster.gpus_per_rank if device == "cuda" else 0.0
         place = self.cluster.reserve(self.role, [(cfg.cluster.cpus_per_rank, gpus)] * self.world)

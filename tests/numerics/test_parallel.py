@@ -219,6 +219,7 @@ def test_five_updates_through_compiled_kernels_equal_plain_torch(folder: Path, d
     for count, kept_in in compiled:
         assert count >= 2, "the formulas ran uncompiled"
         assert Path(kept_in).parent == machine_folder() and list(Path(kept_in).iterdir())
+        assert not Path(f"{kept_in}.unfinished").exists()
 
 
 # -- DeepSpeed's AdamW for host memory; slow where it has not been compiled yet --

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from actors import compiled
-from actors.compiled import ROOT_KEY, cache_root, load, machine_folder, missing_tools, only_one
+from actors.compiled import ROOT_KEY, cache_root, kept_whole, load, machine_folder, missing_tools, only_one
 
 HOLDER = """
 import os, pathlib, sys, time
@@ -152,6 +152,26 @@ def test_lock_is_free_again_after_an_error(root: Path) -> None:
         raise ValueError
     with only_one(root / "x.flock", 0.0):
         pass
+
+
+def test_what_a_killed_compiler_half_wrote_is_not_taken_for_whole(root: Path) -> None:
+    folder = root / "kernels"
+    with kept_whole(folder, 1.0):
+        folder.mkdir()
+        (folder / "whole.so").touch()
+    with kept_whole(folder, 1.0):
+        assert (folder / "whole.so").exists()
+    program = "import os, pathlib, signal, sys\nfrom actors.compiled import kept_whole\n"
+    program += "with kept_whole(pathlib.Path(sys.argv[1]), 1.0):\n    (pathlib.Path(sys.argv[1]) / 'half.so').touch()\n"
+    program += "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    assert subprocess.run([sys.executable, "-c", program, str(folder)]).returncode == -signal.SIGKILL
+    assert (folder / "half.so").exists()
+    with kept_whole(folder, 0.0):
+        assert not folder.exists()
+        folder.mkdir()
+        (folder / "whole.so").touch()
+    with kept_whole(folder, 0.0):
+        assert (folder / "whole.so").exists()
 
 
 def test_missing_tools_are_those_that_cannot_be_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
