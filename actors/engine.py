@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from actors import compiled
 from actors.muon import MuonWithAdamW
 from conf.choices import Dtype, Optimizer
 from conf.layout import TrainLayout
@@ -20,7 +21,10 @@ from conf.schema import TrainerConfig
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSpec:
-    """What the optimizer of one engine is; the learning rate is set before each step. grad_clip 0 is off."""
+    """What the optimizer of one engine is; the learning rate is set before each step. grad_clip 0 is off.
+
+    `compile_timeout_s`: longest wait for another process that compiles it.
+    """
 
     kind: Optimizer
     momentum: float
@@ -29,6 +33,7 @@ class OptimizerSpec:
     eps: float
     weight_decay: float
     grad_clip: float
+    compile_timeout_s: float
 
 
 def optimizer_spec(trainer: TrainerConfig) -> OptimizerSpec:
@@ -41,6 +46,7 @@ def optimizer_spec(trainer: TrainerConfig) -> OptimizerSpec:
         eps=trainer.eps,
         weight_decay=trainer.weight_decay,
         grad_clip=trainer.grad_clip,
+        compile_timeout_s=trainer.timeout_s,
     )
 
 
@@ -140,6 +146,18 @@ def partition_config(cuts: dict[str, str]) -> dict[str, Any]:
             for pattern, style in cuts.items()
         ],
     }
+
+
+def cpu_adam(groups: list[dict[str, Any]], spec: OptimizerSpec) -> torch.optim.Optimizer:
+    """DeepSpeed's AdamW for parameters in host memory; compiles it where this machine has not done so yet."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+    from deepspeed.ops.op_builder import CPUAdamBuilder
+
+    compiled.load("cpu_adam", CPUAdamBuilder().load, spec.compile_timeout_s)  # DeepSpeed keeps it for this process
+    optimizer: torch.optim.Optimizer = DeepSpeedCPUAdam(
+        groups, lr=0.0, betas=(spec.beta1, spec.beta2), eps=spec.eps, weight_decay=spec.weight_decay
+    )
+    return optimizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,6 +277,8 @@ class Engine:
             self.base = MuonWithAdamW(matrices, others, spec.momentum, betas, spec.eps, spec.weight_decay)
         elif spec.kind is Optimizer.sgd:
             self.base = torch.optim.SGD(groups, lr=0.0, weight_decay=spec.weight_decay)
+        elif spec.kind is Optimizer.cpu_adam:
+            self.base = cpu_adam(groups, spec)
         else:
             # fused: one pass without temporaries; DeepSpeed's own would be compiled at first use.
             self.base = torch.optim.AdamW(

@@ -7,6 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import DynamicCache
 
+from actors.fused import FusedTokenScores
 from actors.sequence import SequenceGroup, sum_across
 from conf.choices import Layout
 from rl.types import Batch
@@ -18,10 +19,19 @@ class Scorer(torch.nn.Module):
     All are 0 where `action_mask` is False. Log-probabilities are of the sampling distribution: logits / temperature.
     The third, only where the batch holds `teacher_ids`, is the reverse KL of each token to the teacher's distribution.
     One module with plain tensors as results, so that DeepSpeed sees one forward for each micro-batch.
+    `fused`: through compiled kernels (actors/fused.py).
     """
 
-    def __init__(self, lm: Any, temperature: float, layout: Layout, sequence: SequenceGroup | None = None):
+    def __init__(
+        self,
+        lm: Any,
+        temperature: float,
+        layout: Layout,
+        sequence: SequenceGroup | None = None,
+        fused: bool = False,
+    ):
         super().__init__()
+        self.fused = fused
         self.lm = lm
         self.temperature = temperature
         self.layout = layout
@@ -36,7 +46,7 @@ class Scorer(torch.nn.Module):
         if batch.teacher_ids is not None and batch.teacher_topk is not None:
             teacher = (batch.teacher_ids[own], batch.teacher_topk[own])
         head, scale = self.lm.get_output_embeddings(), temperature or self.temperature
-        found = chunked_scores(hidden, batch.tokens[own], head, scale, num_chunks, teacher)
+        found = chunked_scores(hidden, batch.tokens[own], head, scale, num_chunks, teacher, self.fused)
         return tuple(sum_across(scatter(values, own), self.sequence) for values in found)
 
 
@@ -219,6 +229,7 @@ def chunked_scores(
     temperature: float,
     num_chunks: int,
     teacher: tuple[torch.Tensor, torch.Tensor] | None = None,
+    fused: bool = False,
 ) -> list[torch.Tensor]:
     """hidden [N, H], targets [N] -> log-probabilities, entropies (and divergences) [N] float32.
 
@@ -231,7 +242,7 @@ def chunked_scores(
     inputs = [hidden, targets, *(teacher or ())]
     missing = size * num_chunks - count
     padded = [torch.nn.functional.pad(x, (0, 0) * (x.dim() - 1) + (0, missing)) for x in inputs]
-    score = one_chunk if teacher is None else one_chunk_against_teacher
+    score = one_chunk_against_teacher if teacher is not None else one_chunk_fused if fused else one_chunk
     parts = [
         checkpoint(score, head, temperature, *chunk, use_reentrant=False)
         for chunk in zip(*(x.split(size) for x in padded), strict=True)
@@ -247,6 +258,14 @@ def one_chunk(
     if temperature != 1.0:
         logits = logits / temperature
     found: tuple[torch.Tensor, ...] = TokenScores.apply(logits, targets)
+    return found
+
+
+def one_chunk_fused(
+    head: torch.nn.Module, temperature: float, hidden: torch.Tensor, targets: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """As `one_chunk`, through compiled kernels."""
+    found: tuple[torch.Tensor, ...] = FusedTokenScores.apply(head(hidden), targets, temperature)
     return found
 
 

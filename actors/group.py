@@ -14,10 +14,11 @@ import ray
 import torch
 
 from actors.cluster import Cluster
+from actors.compiled import machine_folder
 from actors.engine import OptimizerSpec
 from actors.host import Host
 from actors.rank import Micro
-from conf.choices import Layout
+from conf.choices import Layout, Optimizer
 from conf.layout import TrainLayout
 from conf.schema import Config
 from rl.batching import MicroBatch, plan_micro_batches
@@ -114,6 +115,14 @@ class RankGroup:
             "DEEPSPEED_LOG_LEVEL": "error",
             "TANDEM_ROLE": self.role,
         }
+        if cfg.trainer.fused_logprobs:
+            env |= {
+                "TORCHDYNAMO_DISABLE": "0",
+                "TORCHINDUCTOR_COMPILE_THREADS": "1",  # two kernels do not need a pool of processes
+                # Not from this process' environment: importing torch's compiler sets it there, to a temporary folder.
+                "TORCHINDUCTOR_CACHE_DIR": str(machine_folder() / "inductor"),
+                "TORCHINDUCTOR_FILE_LOCK_TIMEOUT": str(math.ceil(cfg.trainer.timeout_s)),
+            }
         gpus = cfg.cluster.gpus_per_rank if device == "cuda" else 0.0
         place = self.cluster.reserve(self.role, [(cfg.cluster.cpus_per_rank, gpus)] * self.world)
         return [
@@ -137,6 +146,8 @@ class RankGroup:
             (port,) = wait_all([self.actors[0].free_port.remote()], self.names[:1], "start", limit)
             host = self.cluster.host_of(self.actors[0])
             model_path, spec = self._args
+            if spec is not None and spec.kind is Optimizer.cpu_adam:
+                limit += spec.compile_timeout_s  # the first start on a machine compiles it
             wait_all(self.refs("start", model_path, host, port, spec, self.threads), self.names, "start", limit)
 
         return in_thread(begin)

@@ -45,7 +45,7 @@ class PolicyRank(Rank):
             add_adapters(lm, cfg.lora)
             lm.to(device=self.device, dtype=getattr(torch, cfg.trainer.dtype.value))
             scale = cfg.lora.scale
-        scorer = Scorer(lm, cfg.rollout.temperature, cfg.trainer.layout, self.sequence)
+        scorer = Scorer(lm, cfg.rollout.temperature, cfg.trainer.layout, self.sequence, cfg.trainer.fused_logprobs)
         self.score: Scorer | Engine
         self.score = scorer.requires_grad_(False) if spec is None else self.wrap(scorer, spec, lm, scale)
 

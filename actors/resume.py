@@ -18,11 +18,14 @@ FREE = (
     "num_steps", "run_dir", "resume", "checkpoint", "tracking", "evaluation", "cluster", "sync",
     "trainer.zero_stage", "trainer.layout", "trainer.micro_batch_tokens", "trainer.logprob_chunk_tokens",
     "trainer.sp", "trainer.tp", "trainer.ep", "trainer.hpz", "trainer.offload_optimizer", "trainer.offload_parameters",
-    "trainer.recompute", "trainer.num_threads", "trainer.timeout_s",
+    "trainer.recompute", "trainer.num_threads", "trainer.timeout_s", "trainer.fused_logprobs",
     "rollout.tp", "rollout.max_num_seqs", "rollout.kv_cache_bytes", "rollout.gpu_memory_utilization",
     "rollout.prefix_caching", "rollout.num_threads", "rollout.deadline_s", "rollout.mismatch_limit",
     "reward.deadline_s", "reward.num_workers", "model.attention",
 )  # fmt: skip
+
+# Values that may change into one another: they compute the same.
+SAME = {"trainer.optimizer": {"cpu_adam": "adamw"}}
 
 
 @dataclass(kw_only=True)
@@ -151,7 +154,7 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any], prefix: str = 
         path = f"{prefix}{key}"
         if path in FREE:
             continue
-        old, new = saved.get(key), now.get(key)
+        old, new = (SAME.get(path, {}).get(str(value), value) for value in (saved.get(key), now.get(key)))
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             out += differences(old, new, f"{path}.")
         elif old != new:

@@ -177,7 +177,9 @@ def set_optimizer_step(engine: Engine, step: int) -> None:
     """Sets the moments' step count, after `load_full_state`."""
     materialize_moments(engine)
     for state in engine.base.state.values():
-        if "step" in state:
+        if engine.spec.kind is Optimizer.cpu_adam:  # DeepSpeed counts in a number, torch in a tensor
+            state["step"] = step
+        elif "step" in state:
             state["step"].fill_(step)
 
 
@@ -196,7 +198,10 @@ def materialize_moments(engine: Engine) -> None:
     }[engine.zero_stage]()
     for tensor in flat:
         kinds = engine.moments(tensor)
-        count = {"step": torch.zeros((), dtype=torch.float32, device=tensor.device)} if kinds == ADAM_MOMENTS else {}
+        count: dict[str, Any] = {}
+        if kinds == ADAM_MOMENTS:
+            zero_steps = torch.zeros((), dtype=torch.float32, device=tensor.device)
+            count["step"] = 0 if engine.spec.kind is Optimizer.cpu_adam else zero_steps
         engine.base.state[tensor] = count | {kind: torch.zeros_like(tensor) for kind in kinds}
     if engine.zero_stage in (1, 2):
         for group, tensor in zip(zero.bit16_groups, flat, strict=True):

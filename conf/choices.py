@@ -16,6 +16,7 @@ class Schedule(Enum):
 
 class Optimizer(Enum):
     adamw = "adamw"
+    cpu_adam = "cpu_adam"
     sgd = "sgd"
     muon = "muon"
 

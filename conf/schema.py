@@ -379,7 +379,9 @@ class TrainerConfig:
     )
     dtype: Dtype = option(Dtype.float32, "dtype of live weights and of the forward; the master copy is fp32")
     optimizer: Optimizer = option(
-        Optimizer.adamw, "adamw, sgd, or muon (on the matrices of the decoder layers, adamw on the rest; ZeRO-0, tp=1)"
+        Optimizer.adamw,
+        "adamw, sgd, muon (on the matrices of the decoder layers, adamw on the rest; ZeRO-0, tp=1), or cpu_adam (adamw "
+        "as DeepSpeed writes it for host memory: compiled at its first use; with offload_optimizer, or on a CPU)",
     )
     lr: float = option(1e-5, "peak learning rate")
     schedule: Schedule = option(
@@ -401,13 +403,20 @@ class TrainerConfig:
     )
     micro_batch_tokens: int = option(8192, "most tokens, padding included, in one forward of one rank")
     logprob_chunk_tokens: int = option(256, "tokens whose [tokens, vocabulary] logits exist at a time")
+    fused_logprobs: bool = option(
+        False,
+        "log-probabilities, entropies and their gradient in one kernel each, compiled at first use, instead of several "
+        "passes over the logits (GPUs)",
+    )
     num_threads: int = option(0, "CPU threads of one rank; 0 divides the machine's cores among the ranks")
     replay_routing: bool = option(
         False,
         "mixture of experts: updates send each token to the experts that it took when the batch was scored (needs "
         "several optimizer steps a batch, layout=padded or packed, no recomputation)",
     )
-    timeout_s: float = option(1800.0, "longest wait for one call to the training ranks, seconds")
+    timeout_s: float = option(
+        1800.0, "longest wait for one call to the training ranks, or for another process to compile, seconds"
+    )
 
     def __post_init__(self) -> None:
         if self.replay_routing:
@@ -737,6 +746,19 @@ class Config:
             not trainer.replay_routing or self.algo.steps_per_batch > 1,
             f"trainer.replay_routing=true with algo.num_mini_batches={self.algo.num_mini_batches}, algo.num_epochs="
             f"{self.algo.num_epochs}: the one update of a batch is its scoring too, so there is nothing to replay",
+        )
+        require(
+            not (trainer.fused_logprobs and self.algo.has_divergence),
+            "trainer.fused_logprobs=true with algo.loss=divergence: the divergence reads whole distributions, which "
+            "the kernel does not keep; use trainer.fused_logprobs=false",
+        )
+        require(
+            trainer.optimizer is not Optimizer.cpu_adam
+            or trainer.offload_optimizer
+            or self.cluster.device is not Device.cuda,
+            "trainer.optimizer=cpu_adam with trainer.offload_optimizer=false, cluster.device="
+            f"{self.cluster.device.value}: it works on weights in host memory; use trainer.offload_optimizer=true, "
+            "or trainer.optimizer=adamw",
         )
         require(
             self.lora.rank == 0 or (trainer.tp == trainer.ep == 1),

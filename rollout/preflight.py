@@ -9,7 +9,8 @@ from typing import Any
 
 import psutil
 
-from conf.choices import Layout
+from actors.compiled import missing_tools
+from conf.choices import Layout, Optimizer
 from conf.errors import ConfigError
 from conf.layout import EXPERT_KEYS, head_refusal, model_refusal, sliding_window
 from conf.schema import Config, LoraConfig
@@ -226,6 +227,36 @@ def require_memory(cfg: Config, shapes: Mapping[str, tuple[int, ...]], model: Ma
             f"rollout.kv_cache_bytes={cfg.rollout.kv_cache_bytes} with cluster.rollout_engines="
             f"{cfg.cluster.rollout_engines}: {caches / 1e9:.1f} GB, but this machine has {have / 1e9:.1f} GB"
         )
+
+
+def require_compilers(cfg: Config, device: str) -> None:
+    """Raises ConfigError when something is to be compiled that cannot be, or could not run, on this device.
+
+    The tools of a cluster that is joined are not looked at.
+    """
+    cpu_adam = cfg.trainer.optimizer is Optimizer.cpu_adam
+    if cpu_adam and device == "cuda" and not cfg.trainer.offload_optimizer:
+        raise ConfigError(
+            "trainer.optimizer=cpu_adam with trainer.offload_optimizer=false on a GPU: it works on weights in host "
+            "memory; use trainer.offload_optimizer=true, or trainer.optimizer=adamw"
+        )
+    if cfg.cluster.address is not None:
+        return
+    for asked, key, tools, instead in (
+        (cpu_adam, "trainer.optimizer=cpu_adam", ("c++", "ninja"), "trainer.optimizer=adamw"),
+        (
+            cfg.trainer.fused_logprobs,
+            "trainer.fused_logprobs=true",
+            ("g++",) if device == "cpu" else ("cc",),
+            "trainer.fused_logprobs=false",
+        ),
+    ):
+        missing = missing_tools(tools) if asked else []
+        if missing:
+            raise ConfigError(
+                f"{key}: it is compiled on this machine, where {' and '.join(missing)} cannot be found; install them "
+                f"(apt-get install g++, pip install ninja), or use {instead}"
+            )
 
 
 def require_disk(cfg: Config, shapes: dict[str, tuple[int, ...]]) -> None:

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from actors.cluster import Cluster
+from actors.cluster import Cluster, detect_device
 from actors.engine import OptimizerSpec
 from actors.group import RankGroup, as_micro, in_thread
 from actors.rank import Update
@@ -25,7 +25,7 @@ from rl.numerics import NotFiniteError
 from rl.schedule import learning_rate
 from rl.types import Batch, Group, Prompt, Trajectory
 from rollout.data import draw_demonstrations, render_demonstrations
-from rollout.preflight import Prepared, prepare
+from rollout.preflight import Prepared, prepare, require_compilers
 
 # Steps sent to the ranks in one call: enough to hide the call, few enough to show progress.
 STEPS_PER_CALL = 20
@@ -75,6 +75,7 @@ def warm_start(
     sft = cfg.sft
     spec = OptimizerSpec(
         kind=Optimizer.adamw,
+        compile_timeout_s=cfg.trainer.timeout_s,
         momentum=0.0,
         beta1=0.9,
         beta2=sft.beta2,
@@ -121,6 +122,7 @@ def run(cfg: Config) -> int:
     if cfg.sft.num_steps == 0:
         raise ConfigError("sft.num_steps=0: give the number of steps, for example sft.num_steps=500")
     prepared = prepare(cfg)
+    require_compilers(cfg, detect_device(cfg.cluster))
     run_dir = resolve_run_dir(f"{cfg.name}-sft", cfg.run_dir, "never")
     cluster = Cluster(cfg.cluster)
     try:

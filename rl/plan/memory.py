@@ -10,7 +10,7 @@ from conf.layout import TrainLayout
 from conf.schema import Config, LoraConfig
 
 ITEM_BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2}
-NUM_MOMENTS = {Optimizer.adamw: 2, Optimizer.sgd: 0}
+NUM_MOMENTS = {Optimizer.adamw: 2, Optimizer.cpu_adam: 2, Optimizer.sgd: 0}
 TRAINED = ("policy", "critic")  # roles with gradients and an optimizer
 
 

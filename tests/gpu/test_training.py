@@ -68,6 +68,21 @@ def test_five_updates_on_a_gpu_equal_plain_torch_on_the_cpu(
     assert_close(weights_of(policy, folder, tmp_path / "hf"), weights, TOLERANCE)
 
 
+@pytest.mark.parametrize("dtype", Dtype)
+def test_fused_logprobs_equal_the_default_ones(group: RankGroup, folder: Path, ragged: Batch, dtype: Dtype) -> None:
+    """The kernels that torch.compile writes for this GPU, in the forward and in the loss of two updates."""
+    results = []
+    for fused in (False, True):
+        cfg = on_gpu(config("sgd", 1, layout=Layout.padded, dtype=dtype, fused_logprobs=fused))
+        policy = restart(group, cfg, folder)
+        curve = [policy.update(ragged, 2 * number, number)["policy/grad_norm"] for number in range(2)]
+        results.append((curve, policy.logprobs(ragged)[ragged.action_mask]))
+    (wanted, logprobs), (found, others) = results
+    tolerance = TOLERANCE if dtype is Dtype.float32 else 0.02
+    assert found == pytest.approx(wanted, rel=tolerance)
+    assert float((others - logprobs).abs().mean()) < tolerance
+
+
 def test_packed_rows_through_flash_attention_score_as_padded_ones(
     group: RankGroup, folder: Path, ragged: Batch
 ) -> None:

@@ -4,19 +4,24 @@ The list comes from the code that decides what is legal, so none is forgotten.
 """
 
 import dataclasses
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 import torch
 
 from actors.checkpoint import read_manifest
+from actors.compiled import machine_folder
+from actors.engine import cpu_adam, optimizer_spec
 from actors.group import RankGroup
 from actors.roles import ActorPolicy
 from conf.choices import Dtype, Layout, Optimizer, Recompute
 from conf.layout import TrainLayout, every_layout
+from conf.schema import Config
 from rl.types import Batch
 from tests.integration.real import random_folder, restart, start_ranks, started_cluster
 from tests.numerics.plain import PlainPolicy
@@ -192,6 +197,96 @@ def test_muon_equals_torchs_and_continues_from_a_checkpoint(
         # orthogonalisation in bf16 rounds what differs in the last bit to another value now and then
         assert {name: found[name] for name in wanted} == pytest.approx(wanted, abs=1e-3)
     assert_close(weights_of(policy, folder, tmp_path / "hf"), plain.weights(), 2e-4)
+
+
+# -- compiled kernels: the processes must be told to compile when they start --
+
+
+def num_compiled(_: Any) -> tuple[int, str]:
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"]), os.environ["TORCHINDUCTOR_CACHE_DIR"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_five_updates_through_compiled_kernels_equal_plain_torch(folder: Path, dense: Wanted, tmp_path: Path) -> None:
+    cfg = config("sgd", 1, 2, layout=Layout.padded, fused_logprobs=True)
+    with started_cluster() as cluster:
+        group = start_ranks(cluster, [cfg], folder)[2]
+        assert_equals_plain(ActorPolicy(cfg, group), dense, tmp_path / "hf", "sgd")
+        compiled = ray.get([actor.__ray_call__.remote(num_compiled) for actor in group.actors], timeout=60)
+    for count, kept_in in compiled:
+        assert count >= 2, "the formulas ran uncompiled"
+        assert Path(kept_in).parent == machine_folder() and list(Path(kept_in).iterdir())
+        assert not Path(f"{kept_in}.unfinished").exists()
+
+
+# -- DeepSpeed's AdamW for host memory; slow where it has not been compiled yet --
+
+HOST = ["zero0 dp2", "zero1 dp2 offload=optimizer", "zero3 dp2", "zero3 dp2 offload=optimizer+parameters"]
+EXACT = 3e-6  # ten steps of weights near 1, each rounded once more or less
+
+
+@pytest.fixture(scope="module")
+def compiled_here() -> None:
+    """Compiled before the ranks ask for it: tests wait for ranks only so long."""
+    trainer = dataclasses.replace(config("adamw").trainer, optimizer=Optimizer.cpu_adam)
+    cpu_adam([{"params": [torch.nn.Parameter(torch.zeros(1))]}], optimizer_spec(trainer))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@pytest.mark.usefixtures("compiled_here")
+@pytest.mark.parametrize("layout", [x for x in LEGAL if x.label() in HOST], ids=TrainLayout.label)
+def test_five_updates_with_cpu_adam_equal_adamw(
+    group: RankGroup, folder: Path, dense: Wanted, tmp_path: Path, layout: TrainLayout
+) -> None:
+    results = []
+    for kind in (Optimizer.adamw, Optimizer.cpu_adam):
+        cfg = with_optimizer(layout_config(layout, "adamw"), kind)
+        policy = restart(group, cfg, folder)
+        curve = [policy.update(dense.batch, number * 2, number)["policy/policy_loss"] for number in range(5)]
+        results.append((curve, weights_of(policy, folder, tmp_path / kind.value)))
+    (wanted, weights), (found, others) = results
+    assert found == pytest.approx(wanted, abs=EXACT)
+    assert_close(others, weights, EXACT)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@pytest.mark.usefixtures("compiled_here")
+@pytest.mark.parametrize(
+    ("saved", "read"), [(Optimizer.adamw, Optimizer.cpu_adam), (Optimizer.cpu_adam, Optimizer.adamw)]
+)
+@pytest.mark.parametrize(("first", "second"), [(HOST[1], HOST[2]), (HOST[3], HOST[0])])
+def test_checkpoint_of_one_adamw_continues_in_the_other(
+    group: RankGroup,
+    folder: Path,
+    dense: Wanted,
+    tmp_path: Path,
+    saved: Optimizer,
+    read: Optimizer,
+    first: str,
+    second: str,
+) -> None:
+    """Master, both moments and their step count: any of them left behind would move the third update."""
+    by_name = {layout.label(): layout for layout in LEGAL}
+    policy = restart(group, with_optimizer(layout_config(by_name[first], "adamw"), saved), folder)
+    for number in range(2):
+        policy.update(dense.batch, number * 2, number)
+    save(policy, tmp_path / "checkpoint")
+    policy.update(dense.batch, 4, 2)
+    weights = weights_of(policy, folder, tmp_path / "straight")
+    policy = restart(group, with_optimizer(layout_config(by_name[second], "adamw"), read), folder)
+    policy.group.call("load", str(tmp_path / "checkpoint"))
+    assert policy.group.call("state")[0]["optimizer_step"] == 4
+    policy.update(dense.batch, 4, 2)
+    assert_close(weights_of(policy, folder, tmp_path / "resumed"), weights, EXACT)
+
+
+def with_optimizer(cfg: Config, kind: Optimizer) -> Config:
+    return dataclasses.replace(cfg, trainer=dataclasses.replace(cfg.trainer, optimizer=kind))
 
 
 # -- checkpoints: saved in one layout, read in another --

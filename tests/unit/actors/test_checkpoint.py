@@ -225,7 +225,11 @@ def test_find_whole_half_written_folder_is_no_checkpoint(root: Path, model_path:
 # -- shards --
 
 
-MOMENTS = {Optimizer.adamw: ("exp_avg", "exp_avg_sq"), Optimizer.sgd: (), Optimizer.muon: ("momentum_buffer",)}
+MOMENTS = {
+    **dict.fromkeys((Optimizer.adamw, Optimizer.cpu_adam), ("exp_avg", "exp_avg_sq")),
+    Optimizer.sgd: (),
+    Optimizer.muon: ("momentum_buffer",),
+}
 
 
 class StateEngine:

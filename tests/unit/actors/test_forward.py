@@ -1,6 +1,7 @@
 """Scoring: each log-probability belongs to its own token, at the sampling temperature, in any layout and chunking."""
 
 import math
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from actors.forward import Scorer, chunked_scores, scatter
+from actors.fused import FusedTokenScores
 from actors.policy import probe_batch
 from actors.rank import dummy_batch
 from conf.choices import Layout
@@ -234,3 +236,90 @@ def test_scatter_puts_values_in_row_major_order() -> None:
     assert spread.tolist() == [[0, 1], [2, 3]]
     (spread * torch.tensor([[9.0, 1.0], [2.0, 3.0]])).sum().backward()
     assert values.grad is not None and values.grad.tolist() == [1, 2, 3]
+
+
+# -- compiled kernels --
+
+Found = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def scores_and_gradient(
+    logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, temperature: float, fused: bool
+) -> Found:
+    """Log-probabilities, entropies and the gradient of a weighted sum of them; `fused` False is the reference."""
+    logits = logits.detach().requires_grad_()
+    if fused:
+        logprobs, entropy = FusedTokenScores.apply(logits, targets, temperature)
+    else:
+        every = (logits / temperature).log_softmax(-1)
+        logprobs, entropy = every.gather(-1, targets[:, None])[:, 0], -(every.exp() * every).sum(-1)
+    (weights[0] @ logprobs + weights[1] @ entropy).backward()
+    assert logits.grad is not None
+    return logprobs.detach(), entropy.detach(), logits.grad
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_fused_formulas_are_exact_in_fp64(monkeypatch: pytest.MonkeyPatch, temperature: float) -> None:
+    """Uncompiled: what the kernels are made from."""
+    monkeypatch.setattr("actors.fused.kernel", lambda function: function)
+    random = torch.Generator().manual_seed(0)
+    logits = 4 * torch.randn(6, 50, generator=random, dtype=torch.float64)
+    targets, weights = torch.randint(0, 50, (6,), generator=random), torch.randn(2, 6, dtype=torch.float64)
+    found, wanted = (scores_and_gradient(logits, targets, weights, temperature, fused) for fused in (True, False))
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=1e-12)
+    weights[1] = 0
+    alone = logits.clone().requires_grad_()
+    logprobs, _ = FusedTokenScores.apply(alone, targets, temperature)
+    (weights[0] @ logprobs).backward()  # of log-probabilities only
+    torch.testing.assert_close(alone.grad, scores_and_gradient(logits, targets, weights, temperature, False)[2])
+
+
+def test_fused_scorer_equals_the_default_one(lm: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds: list[str] = []
+
+    def uncompiled(function: Any) -> Any:
+        kinds.append(function.__name__)
+        return function
+
+    monkeypatch.setattr("actors.fused.kernel", uncompiled)
+    batch, results = ragged_batch(3, 32, prompt_lens=(1, 6, 3)), []
+    for fused in (False, True):
+        lm.zero_grad()
+        logprobs, entropy = Scorer(lm, 0.6, Layout.padded, fused=fused)(batch, 3)
+        assert bool(kinds) is fused
+        (logprobs.sum() - 2 * entropy.sum()).backward()
+        results.append([logprobs.detach(), entropy.detach(), *(p.grad.clone() for p in lm.parameters())])  # type: ignore[union-attr]
+    assert kinds.count("gradient") == 3
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(os.environ.get("TORCHDYNAMO_DISABLE") == "1", reason="TORCHDYNAMO_DISABLE=1: nothing is compiled")
+def test_compiled_kernels_equal_the_default_and_fp64_for_any_number_of_tokens() -> None:
+    """50,000 tokens of vocabulary; the errors of both against fp64 are of one size (see TokenScores)."""
+    from torch._dynamo.utils import counters
+
+    random = torch.Generator().manual_seed(0)
+    head = torch.nn.Linear(16, 50_000, bias=False).requires_grad_(False)
+    head.weight.copy_(torch.randn(50_000, 16, generator=random))
+    before = counters["stats"]["unique_graphs"]
+    for count, num_chunks, temperature in ((24, 2, 1.0), (35, 5, 0.7), (9, 1, 1.3), (64, 4, 1.0)):
+        hidden = torch.randn(count, 16, generator=random)
+        targets = torch.randint(0, 50_000, (count,), generator=random)
+        weights = torch.randn(2, count, generator=random)
+        found = []
+        for fused, dtype in ((True, torch.float32), (False, torch.float32), (False, torch.float64)):
+            x = hidden.to(dtype, copy=True).requires_grad_()
+            scored = chunked_scores(x, targets, head.to(dtype), temperature, num_chunks, fused=fused)
+            (weights.to(dtype) * torch.stack(scored)).sum().backward()
+            assert x.grad is not None
+            found.append([*(values.detach().double() for values in scored), x.grad.double()])
+        for ours, default in zip(found[0][:2], found[1][:2], strict=True):
+            torch.testing.assert_close(ours, default, atol=1e-5, rtol=1e-5)
+        for ours, default, exact in zip(*found, strict=True):
+            limit = 2 * float((default - exact).abs().max()) + 1e-6 * float(exact.abs().max())
+            assert float((ours - exact).abs().max()) <= limit
+    assert counters["stats"]["unique_graphs"] - before == 2, "compiled again for another number of tokens"

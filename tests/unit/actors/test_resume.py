@@ -174,6 +174,12 @@ def test_differences_nested_new_and_dropped_keys_are_named() -> None:
     assert differences(now, now) == []
 
 
+def test_differences_both_forms_of_adamw_are_one_optimizer() -> None:
+    adamw, cpu_adam, sgd = ({"trainer": {"optimizer": name}} for name in ("adamw", "cpu_adam", "sgd"))
+    assert differences(adamw, cpu_adam) == differences(cpu_adam, adamw) == []
+    assert differences(cpu_adam, sgd) == ["trainer.optimizer: adamw -> sgd"]
+
+
 @pytest.mark.parametrize("key", FREE)
 def test_free_each_key_exists_in_the_schema(key: str) -> None:
     node: Any = make_cfg()

@@ -12,6 +12,7 @@ from conf import document
 from conf.choices import (
     Advantage,
     Correction,
+    Device,
     KlPlace,
     Layout,
     Optimizer,
@@ -222,6 +223,20 @@ def test_num_optimizer_steps_ten_steps_two_epochs_two_mini_batches_is_40() -> No
         (lambda: TrainerConfig(lr=float("inf")), ["trainer.lr=inf", "finite"]),
         (lambda: Config(trainer=TrainerConfig(zero_stage=4)), ["trainer.zero_stage=4"]),
         (lambda: TrainerConfig(optimizer=Optimizer.muon), ["trainer.optimizer=muon", "trainer.zero_stage=1"]),
+        (
+            lambda: Config(
+                trainer=TrainerConfig(optimizer=Optimizer.cpu_adam), cluster=ClusterConfig(device=Device.cuda)
+            ),
+            ["trainer.optimizer=cpu_adam", "cluster.device=cuda", "use trainer.offload_optimizer=true"],
+        ),
+        (
+            lambda: Config(
+                algo=AlgoConfig(advantage=Advantage.teacher, loss=PolicyLoss.divergence),
+                teacher=TeacherConfig(path="teacher"),
+                trainer=TrainerConfig(fused_logprobs=True),
+            ),
+            ["trainer.fused_logprobs=true", "algo.loss=divergence", "use trainer.fused_logprobs=false"],
+        ),
         (
             lambda: Config(algo=AlgoConfig(kl_target=0.1, kl_coef=0.1, kl_horizon=10)),
             ["algo.kl_horizon=10", "prompts_per_step=8", "more than 12.8"],

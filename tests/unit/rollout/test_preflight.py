@@ -14,7 +14,7 @@ import pytest
 
 from actors.checkpoint import file_crc, publish
 from actors.resume import resolve_start
-from conf.choices import Layout, Template
+from conf.choices import Layout, Optimizer, Template
 from conf.errors import ConfigError
 from conf.launch import to_dict
 from conf.schema import (
@@ -32,7 +32,7 @@ from conf.schema import (
     SyncConfig,
     TrainerConfig,
 )
-from rollout.preflight import Prepared, prepare, require_attention, require_disk, require_memory
+from rollout.preflight import Prepared, prepare, require_attention, require_compilers, require_disk, require_memory
 
 HEADS, CONTEXT = 4, 1024  # of the tiny model
 GIGABYTE = 10**9
@@ -270,6 +270,43 @@ def test_disk_counts_adapters_only_where_only_they_are_saved(scene: Scene, monke
     check(cfg)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(GIGABYTE, 0, 12 * adapters - 1))
     refusal(cfg)
+
+
+COMPILED = {"cpu_adam": TrainerConfig(optimizer=Optimizer.cpu_adam), "fused": TrainerConfig(fused_logprobs=True)}
+
+
+@pytest.mark.parametrize(
+    ("what", "device", "tools", "advice"),
+    [
+        ("cpu_adam", "cpu", ("c++", "ninja"), "use trainer.optimizer=adamw"),
+        ("fused", "cpu", ("g++",), "use trainer.fused_logprobs=false"),
+        ("fused", "cuda", ("cc",), "use trainer.fused_logprobs=false"),
+    ],
+)
+def test_what_is_compiled_needs_its_compiler(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, what: str, device: str, tools: tuple[str, ...], advice: str
+) -> None:
+    have = {"c++", "g++", "cc", "ninja"}
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr("actors.compiled.shutil.which", lambda name, path: name if name in have else None)
+    cfg = scene.cfg(trainer=COMPILED[what])
+    require_compilers(cfg, device)
+    for tool in tools:
+        have.remove(tool)
+        with pytest.raises(ConfigError) as caught:
+            require_compilers(cfg, device)
+        for piece in [what, f"{tool} cannot be found", "apt-get install g++", advice]:
+            assert piece in str(caught.value)
+        require_compilers(scene.cfg(), device)
+        have.add(tool)
+
+
+def test_cpu_adam_on_a_gpu_needs_the_offload(scene: Scene) -> None:
+    cfg = scene.cfg(trainer=COMPILED["cpu_adam"])
+    with pytest.raises(ConfigError, match=r"trainer.optimizer=cpu_adam .* use trainer.offload_optimizer=true"):
+        require_compilers(cfg, "cuda")
+    require_compilers(scene.cfg(trainer=TrainerConfig(optimizer=Optimizer.cpu_adam, offload_optimizer=True)), "cuda")
+    require_compilers(cfg, "cpu")
 
 
 def test_adapters_for_a_matrix_that_is_not_there(scene: Scene) -> None:
