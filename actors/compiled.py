@@ -104,8 +104,10 @@ def kept_whole(folder: Path, timeout_s: float) -> Iterator[None]:
         if unfinished.exists():
             shutil.rmtree(folder, ignore_errors=True)
         unfinished.touch()
-        yield
-        unfinished.unlink()
+        try:
+            yield
+        finally:  # what a killed process does not reach
+            unfinished.unlink()
 
 
 def built_in(folder: Path, build: Callable[[], Module]) -> Module:

@@ -25,7 +25,8 @@ KINDS: dict[str, type[Rank]] = {
 # The phase of the loop to which a call belongs, and of the role's state what it needs; all others need everything.
 SCORING = ("logprobs", "logprobs_and_routes", "base_logprobs", "top_logprobs", "values", "scores")
 PHASES = dict.fromkeys(SCORING, "score") | {"update": "update", "pack": "sync", "probe": "sync"}
-NEEDS = dict.fromkeys((*SCORING, "pack", "probe", "export"), ("parameters",))
+NEEDS: dict[str, tuple[str, ...]] = dict.fromkeys((*SCORING, "pack", "probe", "export"), ("parameters",))
+NEEDS["manifest"] = ()  # names and shapes
 
 
 class Host:

@@ -37,10 +37,10 @@ def state_tensors(model: torch.nn.Module | Engine) -> dict[str, Iterable[torch.T
     """The tensors of each of PARTS."""
     if isinstance(model, torch.nn.Module):
         return {"parameters": weights_of(model)}
-    moments = [model.base.state, model.base.param_groups]
+    masters = [parameter.data for group in model.base.param_groups for parameter in group["params"]]
     return {
         "parameters": weights_of(model.module),
-        "optimizer": tensors_in(moments),
+        "optimizer": [*masters, *tensors_in(list(model.base.state.values()))],
         "gradients": tensors_in(model.engine.optimizer),
     }
 
@@ -104,16 +104,20 @@ class Sleeper:
         wanted = [part for part in parts if part not in self.asleep]
         storages = state_storages(model, self.device) if wanted else {}
         for part in wanted:
-            emptied = [put_aside(storage, self.device) for storage in storages.get(part, [])]
-            self.asleep[part] = [entry for entry in emptied if entry is not None]
+            self.asleep[part] = []
+            for storage in storages.get(part, []):  # noted one by one: one that fails loses none of those before it
+                entry = put_aside(storage, self.device)
+                self.asleep[part] += [entry] if entry is not None else []
         if wanted:
             give_back(self.device)
 
     def wake(self, parts: Iterable[str]) -> None:
         """Fills these parts again, bit for bit."""
         for part in parts:
-            for entry in self.asleep.pop(part, []):
-                bring_back(entry)
+            while self.asleep.get(part):
+                bring_back(self.asleep[part][-1])
+                self.asleep[part].pop()
+            self.asleep.pop(part, None)
 
     def num_bytes(self) -> dict[str, int]:
         """Bytes of each part that sleeps."""

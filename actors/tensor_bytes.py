@@ -53,6 +53,11 @@ class Watch(TorchDispatchMode):
         for storage in live_storages().values():
             self._note(storage)
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Lets compiled code be compiled and run under it: else torch.compile refuses to be called."""
+        return True
+
     def _note(self, storage: Any) -> None:
         key, size = storage._cdata, storage.nbytes()
         known = self.sizes.get(key)

@@ -558,8 +558,8 @@ class ClusterConfig:
     )
     sleep: bool = option(
         False,
-        "roles and engines give their memory back in phases that do not need them, so that they can share a device "
-        "(cuda: their weights wait in host memory; cpu: in files; needs max_lag=0)",
+        "roles of one process take turns with its device's memory, and all ranks with all engines; what sleeps waits "
+        "in host memory (cuda) or files (cpu); needs max_lag=0",
     )
     start_timeout_s: float = option(600.0, "longest wait for an actor to load its model, seconds")
 

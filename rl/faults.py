@@ -39,6 +39,10 @@ OUT_OF_MEMORY = (
     "MemoryError",
     "OutOfMemoryError",
     "running low on memory",
+    "Cuda failure 2 'out of memory'",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "is less than desired GPU memory utilization",
+    "No available memory for the cache blocks",
 )
 LESS_IN_A_RANK = (
     "lower trainer.micro_batch_tokens, set trainer.recompute=full, raise trainer.zero_stage or cluster.train_ranks, or "

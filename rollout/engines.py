@@ -8,6 +8,7 @@ import ray
 from actors.cluster import Cluster
 from actors.group import in_thread, wait_all
 from conf.schema import Config
+from rl.faults import RoleDied, RoleError
 from rollout.engine import Outcome, Request, RolloutEngine
 
 
@@ -107,7 +108,12 @@ class EngineGroup:
 
     def _all(self, method: str) -> None:
         refs = [getattr(handle.actor, method).remote() for handle in self.handles]
-        wait_all(refs, [h.name for h in self.handles], method, self.cfg.sync.timeout_s)
+        try:
+            wait_all(refs, [h.name for h in self.handles], method, self.cfg.sync.timeout_s)
+        except RuntimeError as error:
+            if isinstance(error, RoleError):
+                raise
+            raise RoleDied(f"phase {method}: {error}") from error  # of an engine that died while sampling
 
     def stop(self) -> None:
         """Ends the engines and their workers."""

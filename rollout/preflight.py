@@ -201,7 +201,9 @@ def require_targets(lora: LoraConfig, shapes: dict[str, tuple[int, ...]]) -> Non
 
 def require_memory(cfg: Config, shapes: Mapping[str, tuple[int, ...]], model: Mapping[str, Any], device: str) -> None:
     """Raises ConfigError when this machine cannot hold what its training ranks will: on a CPU all of their state, on
-    GPUs what is offloaded to the host; or, on a CPU, the engines' caches. A cluster that is joined is not looked at.
+    GPUs what is offloaded to the host or sleeps there; or, on a CPU, the engines' caches.
+
+    A cluster that is joined is not looked at.
     """
     if cfg.cluster.address is not None:
         return
@@ -211,7 +213,7 @@ def require_memory(cfg: Config, shapes: Mapping[str, tuple[int, ...]], model: Ma
     layout = cfg.train_layout
     state = state_bytes(layout, elements_of(shapes), num_moments=2)
     wanted = state.total if cfg.lora.rank == 0 else state.weights
-    if device == "cuda":
+    if device == "cuda" and not cfg.cluster.sleep:
         wanted = (state.master + state.moments) * layout.offload_optimizer + state.weights * layout.offload_parameters
     wanted *= layout.ranks * (2 if cfg.algo.has_critic else 1)
     if wanted > have:

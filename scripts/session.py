@@ -331,7 +331,7 @@ class Session:
         metrics: Metrics = {}
         for role, group in self.groups.items():
             found = group.memory()
-            promised = promised_bytes(self.cfg, role, own_shapes(Path(group.model_path)))
+            promised = promised_bytes(self.cfg, role, own_shapes(Path(group.model_path)), group.cluster.device)
             metrics |= {f"memory/{role}_{name}": float(count) for name, count in found.items()}
             metrics[f"memory/{role}_promised_bytes"] = promised.weights + promised.master + promised.moments
             self.view.message(f"memory of {role} ranks, {memory_line(group.layout.label(), found, promised)}")

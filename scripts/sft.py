@@ -5,6 +5,7 @@
 writes a Hugging Face folder `<run folder>/sft`. `scripts/train.py` does the same first when sft.num_steps > 0.
 """
 
+import dataclasses
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -122,7 +123,8 @@ def run(cfg: Config) -> int:
     if cfg.sft.num_steps == 0:
         raise ConfigError("sft.num_steps=0: give the number of steps, for example sft.num_steps=500")
     prepared = prepare(cfg)
-    require_compilers(cfg, detect_device(cfg.cluster))
+    adamw = dataclasses.replace(cfg.trainer, optimizer=Optimizer.adamw)  # a warm start's, whatever training uses
+    require_compilers(dataclasses.replace(cfg, trainer=adamw), detect_device(cfg.cluster))
     run_dir = resolve_run_dir(f"{cfg.name}-sft", cfg.run_dir, "never")
     cluster = Cluster(cfg.cluster)
     try:

@@ -112,6 +112,7 @@ class WeightSync:
                 name = who or self.sinks[index].name
                 # A role's own error says already which of the ranks it was.
                 message = str(error) if isinstance(error, RoleError) else f"{name} failed: {reason_of(error, name)}"
+                message = "; ".join([message, *getattr(error, "__notes__", [])])
                 raise SyncError(f"push of version {version}, phase {phase}: {message}") from error
         if waiting:
             silent = who or ", ".join(s.name for s, f in zip(self.sinks, futures, strict=True) if f in waiting)

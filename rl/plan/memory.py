@@ -70,8 +70,8 @@ def bytes_between_steps(layout: TrainLayout, elements: Elements, num_moments: in
     """What a rank holds while no step runs: the state, and the buffers that DeepSpeed does not let go of.
 
     At ZeRO-3 these are its part of the gradients and the bucket in which they are reduced, `bucket_elements` or the
-    whole model if that is smaller; with an offloaded optimizer also its part of the gradients in fp32, and at ZeRO 1
-    and 2 its part of the updated weights.
+    whole model if that is smaller; with an offloaded optimizer also its part of the gradients in fp32 (ZeRO-2 adds
+    them up in a second one), and at ZeRO 1 and 2 its part of the updated weights.
     """
     state = state_bytes(layout, elements, num_moments)
     kept = 0.0
@@ -79,16 +79,29 @@ def bytes_between_steps(layout: TrainLayout, elements: Elements, num_moments: in
         whole = elements.whole + elements.matrices + elements.experts
         kept += state.gradients + ITEM_BYTES[layout.dtype] * min(bucket_elements, whole)
     if layout.offload_optimizer:
-        kept += state.master + (0 if layout.zero_stage == 3 else state.master / 4 * ITEM_BYTES[layout.dtype])
+        kept += state.master * (2 if layout.zero_stage == 2 else 1)
+        kept += 0 if layout.zero_stage == 3 else state.master / 4 * ITEM_BYTES[layout.dtype]
     return state.weights + state.master + state.moments + kept
 
 
-def promised_bytes(cfg: Config, role: str, shapes: Mapping[str, tuple[int, ...]]) -> StateBytes:
-    """What each rank of a role holds, for a model of these tensors (a tied head must not be among them).
+def promised_bytes(cfg: Config, role: str, shapes: Mapping[str, tuple[int, ...]], device: str) -> StateBytes:
+    """What each rank of a role holds on `device`, for a model of these tensors (a tied head must not be among them).
 
-    Adapters count as a part of neither matrices nor experts. A critic's value head is not counted; of a frozen model
-    only weights are there.
+    Adapters count as a part of neither matrices nor experts. A critic's value head, a row, is not counted; of a frozen
+    model only weights are there.
     """
+    if role == "critic":
+        shapes = {name: shape for name, shape in shapes.items() if name != "lm_head.weight"}
+    whole = held_bytes(cfg, role, shapes)
+    if device == "cpu":
+        return whole
+    if cfg.trainer.offload_parameters and role in TRAINED:
+        whole = dataclasses.replace(whole, weights=0.0)
+    return dataclasses.replace(whole, master=0.0, moments=0.0) if cfg.trainer.offload_optimizer else whole
+
+
+def held_bytes(cfg: Config, role: str, shapes: Mapping[str, tuple[int, ...]]) -> StateBytes:
+    """As `promised_bytes`, on the device and on the host together."""
     layout, elements = cfg.train_layout, elements_of(shapes)
     if role not in TRAINED:
         return dataclasses.replace(state_bytes(layout.frozen(), elements, 0), master=0.0, gradients=0.0)

@@ -326,7 +326,7 @@ def chosen_layouts(args: argparse.Namespace) -> list[TrainLayout]:
         unknown = [label for label in args.only if label not in legal]
         if unknown:
             raise ConfigError(f"--only {unknown[0]!r}: no legal layout; they are: {', '.join(legal)}")
-        return [legal[label] for label in args.only]
+        return [layout for label, layout in legal.items() if label in args.only]  # stages ascend, as ZeRO-3 stays
     return found if args.all else [x for x in found if x.recompute is Recompute.none or is_plainest(x)]
 
 

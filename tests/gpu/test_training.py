@@ -83,6 +83,24 @@ def test_fused_logprobs_equal_the_default_ones(group: RankGroup, folder: Path, r
     assert float((others - logprobs).abs().mean()) < tolerance
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_nap_gives_the_memory_back_and_changes_nothing(
+    group: RankGroup, folder: Path, ragged: Batch, tmp_path: Path, stage: int
+) -> None:
+    cfg = on_gpu(config("adamw", stage, layout=Layout.padded))
+    found = []
+    for sleep in (False, True):
+        policy = restart(group, dataclasses.replace(cfg, cluster=dataclasses.replace(cfg.cluster, sleep=sleep)), folder)
+        for number in range(2):
+            policy.update(for_recipe(ragged, "adamw"), 2 * number, number)
+            if sleep:
+                held = policy.group.memory()
+                policy.group.rest()
+                assert policy.group.memory()["asleep_bytes"] > 0.99 * held["parameters_bytes"] + held["optimizer_bytes"]
+        found.append(weights_of(policy, folder, tmp_path / str(sleep)))
+    assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
+
+
 def test_packed_rows_through_flash_attention_score_as_padded_ones(
     group: RankGroup, folder: Path, ragged: Batch
 ) -> None:

@@ -214,6 +214,7 @@ def test_five_updates_through_compiled_kernels_equal_plain_torch(folder: Path, d
     cfg = config("sgd", 1, 2, layout=Layout.padded, fused_logprobs=True)
     with started_cluster() as cluster:
         group = start_ranks(cluster, [cfg], folder)[2]
+        group.measure(True)  # a mode in which torch.compile would refuse to be called
         assert_equals_plain(ActorPolicy(cfg, group), dense, tmp_path / "hf", "sgd")
         compiled = ray.get([actor.__ray_call__.remote(num_compiled) for actor in group.actors], timeout=60)
     for count, kept_in in compiled:

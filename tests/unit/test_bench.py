@@ -91,7 +91,7 @@ def test_layouts_can_be_chosen_by_name_and_illegal_ones_cannot() -> None:
     def chosen(only: list[str] | None, everything: bool = False) -> list[str]:
         return [x.label() for x in layouts.chosen_layouts(Namespace(only=only, all=everything))]
 
-    assert chosen(["zero3 dp2 hpz2", "zero0 dp2"]) == ["zero3 dp2 hpz2", "zero0 dp2"]
+    assert chosen(["zero3 dp2 hpz2", "zero0 dp2"]) == ["zero0 dp2", "zero3 dp2 hpz2"]
     assert len(chosen(None)) < len(chosen(None, everything=True))
     for name in ("zero3 dp1 tp2", "zero9"):
         with pytest.raises(ConfigError, match=f"--only '{name}': no legal layout; they are: zero0 dp2, "):
@@ -237,14 +237,14 @@ def test_the_recorded_batch_is_the_quickstarts_and_always_the_same() -> None:
 
 
 def test_different_work_or_settings_are_refused() -> None:
-    same = {variant: {"grad_norm": 4.0, "loss": 0.5} for variant in ("tandem", "torch", "torch, padded")}
-    train.require_same_work(same | {"tandem": {"grad_norm": 4.0002, "loss": 0.500004}})
+    same = {variant: {"grad_norm": 4.0, "entropy": 0.5} for variant in ("tandem", "torch", "torch, padded")}
+    train.require_same_work(same | {"tandem": {"grad_norm": 4.0002, "entropy": 0.500004}})
     for variant, name, value in [
         ("tandem", "grad_norm", 4.001),
         ("tandem", "grad_norm", float("nan")),
         ("torch", "grad_norm", 4.0001),
-        ("tandem", "loss", 0.50002),
-        ("torch", "loss", float("nan")),
+        ("tandem", "entropy", 0.50002),
+        ("torch", "entropy", float("nan")),
     ]:
         with pytest.raises(RoleDied, match=f"{name} differs"):
             train.require_same_work(same | {variant: same[variant] | {name: value}})

@@ -64,6 +64,25 @@ def test_borrowed_weights_sleep_once_they_are_owned() -> None:
     assert put_aside(model.weight.untyped_storage(), "cpu") is not None
 
 
+def test_part_that_fails_to_sleep_keeps_what_sleeps_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(3)))
+    wanted = [parameter.detach().clone() for parameter in model.parameters()]
+    third = list(model.parameters())[2].untyped_storage()._cdata
+
+    def full(storage: Any, device: str) -> Any:
+        if storage._cdata == third:
+            raise OSError("No space left on device")
+        return put_aside(storage, device)
+
+    sleeper = Sleeper(device="cpu")
+    monkeypatch.setattr("actors.sleep.put_aside", full)
+    with pytest.raises(OSError, match="No space"):
+        sleeper.sleep(model, ("parameters",))
+    assert sleeper.num_bytes() == {"parameters": 2 * 4 * 64 * 64}
+    sleeper.wake(("parameters",))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), wanted, strict=True))
+
+
 def test_file_that_lost_its_end_is_an_error() -> None:
     entry = put_aside(torch.zeros(2 * ENOUGH).untyped_storage(), "cpu")
     assert entry is not None

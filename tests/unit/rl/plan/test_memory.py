@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from conf.choices import Dtype, Layout
+from conf.choices import Dtype, Layout, Optimizer
 from conf.layout import TrainLayout
-from conf.schema import ClusterConfig
-from rl.plan.memory import Elements, bytes_between_steps, elements_of, state_bytes
+from conf.schema import ClusterConfig, LoraConfig
+from rl.plan.memory import Elements, bytes_between_steps, elements_of, promised_bytes, state_bytes
 from tests.unit.stand_ins import make_cfg
 
 
@@ -61,7 +61,8 @@ def test_second_partition_is_one_more_copy_over_its_ranks() -> None:
     [
         ({"zero_stage": 0}, 400 + 800),
         ({"zero_stage": 1}, 400 + 200 + 400),
-        ({"zero_stage": 2, "offload_optimizer": True}, 400 + 200 + 400 + 200 + 200),
+        ({"zero_stage": 1, "offload_optimizer": True}, 400 + 200 + 400 + 200 + 200),
+        ({"zero_stage": 2, "offload_optimizer": True}, 400 + 200 + 400 + 400 + 200),
         ({"zero_stage": 3}, 200 + 200 + 400 + 200 + 240),
         ({"zero_stage": 3, "hpz": 2}, 200 + 200 + 400 + 200 + 240),
         ({"zero_stage": 3, "offload_optimizer": True}, 200 + 200 + 400 + 200 + 240 + 200),
@@ -83,3 +84,34 @@ def test_elements_are_told_apart_by_name() -> None:
         "model.norm.weight": (4,),
     }
     assert elements_of(shapes) == Elements(whole=52, matrices=16, experts=12)
+
+
+SHAPES = {"model.embed_tokens.weight": (10, 4), "model.layers.0.mlp.up_proj.weight": (4, 4), "lm_head.weight": (10, 4)}
+ADAMW: dict[str, Any] = {"optimizer": Optimizer.adamw}
+
+
+def test_critic_has_no_head() -> None:
+    cfg = make_cfg(trainer={"zero_stage": 0})
+    policy, critic = (promised_bytes(cfg, role, SHAPES, "cpu") for role in ("policy", "critic"))
+    assert (policy.weights, critic.weights) == (4 * 96, 4 * 56)
+
+
+def test_frozen_roles_hold_whole_weights_alone() -> None:
+    cfg = make_cfg(trainer={"zero_stage": 3}, cluster=ClusterConfig(train_ranks=2))
+    assert promised_bytes(cfg, "reference", SHAPES, "cpu").total == 4 * 96
+    assert promised_bytes(cfg, "policy", SHAPES, "cpu").weights == 4 * 48
+
+
+def test_adapters_alone_have_moments() -> None:
+    found = promised_bytes(
+        make_cfg(trainer=ADAMW | {"zero_stage": 0}, lora=LoraConfig(rank=2)), "policy", SHAPES, "cpu"
+    )
+    assert (found.weights, found.moments) == (4 * (96 + 16), 8 * 16)
+
+
+def test_what_is_offloaded_is_not_on_the_gpu() -> None:
+    moved: dict[str, Any] = ADAMW | {"zero_stage": 3, "offload_optimizer": True, "offload_parameters": True}
+    cfg = make_cfg(trainer=moved, cluster=ClusterConfig(train_ranks=2))
+    found = promised_bytes(cfg, "policy", SHAPES, "cuda")
+    assert (found.weights, found.master, found.moments) == (0, 0, 0)
+    assert promised_bytes(cfg, "policy", SHAPES, "cpu").moments > 0
