@@ -37,10 +37,11 @@ def state_tensors(model: torch.nn.Module | Engine) -> dict[str, Iterable[torch.T
     """The tensors of each of PARTS."""
     if isinstance(model, torch.nn.Module):
         return {"parameters": weights_of(model)}
-    masters = [parameter.data for group in model.base.param_groups for parameter in group["params"]]
+    masters = [parameter for group in model.base.param_groups for parameter in group["params"]]
+    masters += model.base.state  # at ZeRO-3 the groups are empty between steps
     return {
         "parameters": weights_of(model.module),
-        "optimizer": [*masters, *tensors_in(list(model.base.state.values()))],
+        "optimizer": [*(master.data for master in masters), *tensors_in(list(model.base.state.values()))],
         "gradients": tensors_in(model.engine.optimizer),
     }
 

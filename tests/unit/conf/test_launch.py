@@ -320,7 +320,7 @@ def values_for(path: str) -> st.SearchStrategy[object]:
 FREE_KEYS = [
     "num_steps", "seed", "max_lag", "run_dir", "algo.name", "algo.clip_low", "algo.kl_coef", "algo.kl_estimator",
     "algo.normalize_std", "model.path", "data.template", "data.system_prompt", "data.eval_path", "data.shuffle",
-    "trainer.lr", "trainer.schedule", "trainer.optimizer", "trainer.beta2", "trainer.num_threads", "cluster.address",
+    "trainer.lr", "trainer.schedule", "trainer.beta2", "trainer.num_threads", "cluster.address",
     "cluster.device", "reward.deadline_s", "resume", "checkpoint.force", "tracking.project", "tracking.wandb", "sft.lr",
     "sft.batch_size",
 ]  # fmt: skip
