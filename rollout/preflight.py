@@ -19,7 +19,7 @@ from rl.types import Prompt
 from rollout.data import load_records, load_tokenizer, read_object, render_demonstrations, render_prompts
 from rollout.rewards import check_reward
 from rollout.role_models import check_role_models
-from weightsync.folder import folder_shapes
+from weightsync.folder import folder_shapes, without_tied_head
 
 ALWAYS_THERE = ("eager", "sdpa")  # attention of every transformers: no need to import it, which takes seconds
 NO_REWARD = "rollout.tasks.nothing.reward"  # of conf/reward/none.yaml
@@ -208,8 +208,7 @@ def require_memory(cfg: Config, shapes: Mapping[str, tuple[int, ...]], model: Ma
     if cfg.cluster.address is not None:
         return
     have = psutil.virtual_memory().total
-    if model.get("tie_word_embeddings"):  # a folder may hold it twice
-        shapes = {name: shape for name, shape in shapes.items() if name != "lm_head.weight"}
+    shapes = without_tied_head(shapes, model)
     layout = cfg.train_layout
     state = state_bytes(layout, elements_of(shapes), num_moments=2)
     wanted = state.total if cfg.lora.rank == 0 else state.weights

@@ -266,7 +266,8 @@ class Session:
             metrics = self._evaluate()
             write_json(self.start.run_dir / "evaluation_000000.json", metrics)
             self.tracker.log(0, {k: v for k, v in metrics.items() if isinstance(v, float)})
-        self._measure(on=self.state.step + 1 == self.measured_step)
+        if self.state.step + 1 == self.measured_step:
+            self._measure(on=True)
         self.phases.clear()
 
     def _after_step(self, state: RunState, groups: list[Group], metrics: Metrics) -> None:
@@ -276,9 +277,11 @@ class Session:
         metrics |= times | {"time/step_s": sum(times.values())}
         metrics["rollout/tok_s"] = metrics["rollout/num_tokens"] / max(1e-9, self.phases.get("rollout", 0.0))
         metrics |= {f"run/{name}": float(getattr(state, name)) for name in COUNTED}
-        if step == self.measured_step:
+        if step + 1 == self.measured_step:
+            self._measure(on=True)
+        elif step == self.measured_step:
             metrics |= self._memory()
-        self._measure(on=step + 1 == self.measured_step)
+            self._measure(on=False)
         last = step == cfg.num_steps
         if cfg.evaluation.every and (last or step % cfg.evaluation.every == 0):
             evaluation = self._evaluate()

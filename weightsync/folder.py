@@ -1,17 +1,22 @@
 """Reading the headers of a Hugging Face folder: names and shapes, without the weights."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from safetensors import safe_open
 
 
 def own_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """As `folder_shapes`, without a head that is the embedding again: some folders hold it twice."""
-    shapes = folder_shapes(folder)
-    if json.loads((folder / "config.json").read_text()).get("tie_word_embeddings"):
-        shapes.pop("lm_head.weight", None)
-    return shapes
+    return without_tied_head(folder_shapes(folder), json.loads((folder / "config.json").read_text()))
+
+
+def without_tied_head(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The tensors of a folder but for a head that its config.json ties to the embedding."""
+    tied = config.get("tie_word_embeddings")
+    return {name: shape for name, shape in shapes.items() if not (tied and name == "lm_head.weight")}
 
 
 def folder_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
