@@ -90,30 +90,28 @@ class EngineGroup:
 
     def connect(self, info: dict[str, Any]) -> None:
         """The init phase of weight sync: every engine opens the trainer's ring and checks the manifest."""
-        refs = [handle.actor.init_sync.remote(info) for handle in self.handles]
-        wait_all(refs, [h.name for h in self.handles], "sync init", self.cfg.sync.timeout_s)
+        self._all("sync init", "init_sync", info)
 
     def accept_loaded(self, version: int) -> None:
         """Has every engine serve the weights of its model folder, labelled `version`."""
-        refs = [handle.actor.accept_loaded.remote(version) for handle in self.handles]
-        wait_all(refs, [h.name for h in self.handles], "accept loaded weights", self.cfg.sync.timeout_s)
+        self._all("accept loaded weights", "accept_loaded", version)
 
     def sleep(self) -> None:
         """Has every engine give its memory back; requests wait."""
-        self._all("sleep")
+        self._all("sleep", "sleep")
 
     def wake(self) -> None:
         """Has every engine take its memory again, with the weights that it had."""
-        self._all("wake")
+        self._all("wake", "wake")
 
-    def _all(self, method: str) -> None:
-        refs = [getattr(handle.actor, method).remote() for handle in self.handles]
+    def _all(self, phase: str, method: str, *args: Any) -> None:
+        refs = [getattr(handle.actor, method).remote(*args) for handle in self.handles]
         try:
-            wait_all(refs, [h.name for h in self.handles], method, self.cfg.sync.timeout_s)
+            wait_all(refs, [h.name for h in self.handles], phase, self.cfg.sync.timeout_s)
         except RuntimeError as error:
             if isinstance(error, RoleError):
                 raise
-            raise RoleDied(f"phase {method}: {error}") from error  # of an engine that died while sampling
+            raise RoleDied(f"phase {phase}: {error}") from error  # of an engine that died while sampling
 
     def stop(self) -> None:
         """Ends the engines and their workers."""

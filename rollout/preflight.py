@@ -14,7 +14,7 @@ from conf.choices import Layout, Optimizer
 from conf.errors import ConfigError
 from conf.layout import EXPERT_KEYS, head_refusal, model_refusal, sliding_window
 from conf.schema import Config, LoraConfig
-from rl.plan.memory import ITEM_BYTES, elements_of, num_adapter_parameters, state_bytes
+from rl.plan.memory import ITEM_BYTES, held_bytes, num_adapter_parameters, promised_bytes
 from rl.types import Prompt
 from rollout.data import load_records, load_tokenizer, read_object, render_demonstrations, render_prompts
 from rollout.rewards import check_reward
@@ -210,11 +210,11 @@ def require_memory(cfg: Config, shapes: Mapping[str, tuple[int, ...]], model: Ma
     have = psutil.virtual_memory().total
     shapes = without_tied_head(shapes, model)
     layout = cfg.train_layout
-    state = state_bytes(layout, elements_of(shapes), num_moments=2)
-    wanted = state.total if cfg.lora.rank == 0 else state.weights
-    if device == "cuda" and not cfg.cluster.sleep:
-        wanted = (state.master + state.moments) * layout.offload_optimizer + state.weights * layout.offload_parameters
-    wanted *= layout.ranks * (2 if cfg.algo.has_critic else 1)
+    wanted = 0.0
+    for role in ["policy", *["critic"] * cfg.algo.has_critic]:
+        wanted += held_bytes(cfg, role, shapes).total * layout.ranks
+        if device == "cuda" and not cfg.cluster.sleep:
+            wanted -= promised_bytes(cfg, role, shapes, device).total * layout.ranks
     if wanted > have:
         raise ConfigError(
             f"trainer.zero_stage={layout.zero_stage}, cluster.train_ranks={layout.ranks}, trainer.offload_optimizer="

@@ -90,8 +90,6 @@ def promised_bytes(cfg: Config, role: str, shapes: Mapping[str, tuple[int, ...]]
     Adapters count as a part of neither matrices nor experts. A critic's value head, a row, is not counted; of a frozen
     model only weights are there.
     """
-    if role == "critic":
-        shapes = {name: shape for name, shape in shapes.items() if name != "lm_head.weight"}
     whole = held_bytes(cfg, role, shapes)
     if device == "cpu":
         return whole
@@ -102,6 +100,8 @@ def promised_bytes(cfg: Config, role: str, shapes: Mapping[str, tuple[int, ...]]
 
 def held_bytes(cfg: Config, role: str, shapes: Mapping[str, tuple[int, ...]]) -> StateBytes:
     """As `promised_bytes`, on the device and on the host together."""
+    if role == "critic":
+        shapes = {name: shape for name, shape in shapes.items() if name != "lm_head.weight"}
     layout, elements = cfg.train_layout, elements_of(shapes)
     if role not in TRAINED:
         return dataclasses.replace(state_bytes(layout.frozen(), elements, 0), master=0.0, gradients=0.0)

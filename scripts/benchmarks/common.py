@@ -250,7 +250,7 @@ def start_parts(cfg: Config, prepared: Prepared, with_engines: bool) -> Iterator
     from actors.group import RankGroup
     from actors.roles import ActorPolicy
     from rollout.engines import EngineGroup
-    from scripts.session import connect_sync
+    from scripts.wiring import connect_sync
 
     with ExitStack() as stack:
         say("starting Tandem's actors")

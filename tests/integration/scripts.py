@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,6 +68,12 @@ class Job:
         assert not marked(self.mark.encode()), [psutil.Process(p).cmdline() for p in marked(self.mark.encode())]
         assert not self.temporary.exists()
         return self
+
+
+def wait_all(jobs: Collection[Job], timeout_s: float) -> None:
+    """Waits for all of them at once."""
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        list(pool.map(lambda job: job.wait(timeout_s), jobs))
 
 
 def start(script: str, folder: Path, *overrides: str, env: dict[str, str] | None = None) -> Job:

@@ -3,13 +3,12 @@
 import math
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from scripts.prepare_model import PrepareError, prepare_smollm2
-from tests.integration.scripts import ROOT, Job, read_json, read_lines, run_folder, start, training_state
+from tests.integration.scripts import ROOT, Job, read_json, read_lines, run_folder, start, training_state, wait_all
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -34,16 +33,32 @@ SUMMARY = (
 )  # fmt: skip
 
 
-def train(folder: Path, model: Path, *more: str, env: dict[str, str] | None = None) -> Job:
+def begin(folder: Path, model: Path, *more: str, env: dict[str, str] | None = None) -> Job:
+    """A run of scripts/train.py, just started."""
+    return start("train.py", folder, *SMALL, f"model.path={model}", *more, env=env)
+
+
+def train(folder: Path, model: Path, *more: str) -> Job:
     """A run of scripts/train.py, finished and checked."""
-    return start("train.py", folder, *SMALL, f"model.path={model}", *more, env=env).wait(RUN_S).check()
+    return begin(folder, model, *more).wait(RUN_S).check()
 
 
 @pytest.fixture(scope="module")
-def short(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
+def both(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
+    """Two runs at once, as most of their time is waiting for imports on one core: three steps, and six."""
+    key = {"WANDB_API_KEY": "0" * 40}
+    jobs = {
+        name: begin(tmp_path_factory.mktemp(name), tiny_folder, *TRACKED, f"num_steps={steps}", env=key)
+        for name, steps in {"short": 3, "straight": 6}.items()
+    }
+    wait_all(jobs.values(), RUN_S)
+    return jobs
+
+
+@pytest.fixture(scope="module")
+def short(both: dict[str, Job]) -> Job:
     """Three steps with a reference, checkpoint and export at the end; with a W&B key, which must not be used."""
-    folder = tmp_path_factory.mktemp("short")
-    return train(folder, tiny_folder, *TRACKED, "num_steps=3", env={"WANDB_API_KEY": "0" * 40})
+    return both["short"].check()
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +70,9 @@ def copies(short: Job, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
 
 
 @pytest.fixture(scope="module")
-def straight(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def straight(both: dict[str, Job]) -> Path:
     """Six steps in one go."""
-    return run_folder(train(tmp_path_factory.mktemp("straight"), tiny_folder, *TRACKED, "num_steps=6").folder)
+    return run_folder(both["straight"].check().folder)
 
 
 @pytest.fixture(scope="module")
@@ -228,16 +243,17 @@ def test_max_lag_one_trains_on_samples_one_version_old(short: Job, tmp_path: Pat
 # -- the other scripts --
 
 
-def evaluate(folder: Path, *overrides: str) -> dict[str, Any]:
-    job = start("eval.py", folder, *SMALL, "evaluation.samples=2", *overrides).wait(RUN_S).check()
-    found: dict[str, Any] = read_json(run_folder(job.folder) / "evaluation.json")
-    return found
-
-
 def test_eval_of_checkpoint_and_of_export_agree_with_the_run(short: Job, tiny_folder: Path, tmp_path: Path) -> None:
     run = run_folder(short.folder)
-    checkpoint = evaluate(tmp_path / "checkpoint", f"resume={run}", f"model.path={tiny_folder}")
-    folder = evaluate(tmp_path / "hf", f"model.path={run / 'hf'}")
+    jobs = [
+        start("eval.py", tmp_path / name, *SMALL, "evaluation.samples=2", *overrides)
+        for name, overrides in {
+            "checkpoint": (f"resume={run}", f"model.path={tiny_folder}"),
+            "hf": (f"model.path={run / 'hf'}",),
+        }.items()
+    ]
+    wait_all(jobs, RUN_S)
+    checkpoint, folder = (read_json(run_folder(job.check().folder) / "evaluation.json") for job in jobs)
     assert checkpoint["source"] == str(run / "checkpoints" / "step_000003")
     assert folder["source"] == str(run / "hf")
     assert checkpoint["greedy"] == folder["greedy"] and checkpoint["sampled"] == folder["sampled"]
