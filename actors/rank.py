@@ -20,6 +20,7 @@ from actors.tensor_bytes import live_bytes, peak_bytes
 from actors.weights import optimizer_step
 from conf.choices import Dtype, Recompute
 from conf.schema import Config
+from rl.faults import RoleError
 from rl.types import Batch, Sums
 
 
@@ -203,6 +204,9 @@ def load_lm(path: str, attention: str, dtype: Dtype, device: str) -> torch.nn.Mo
     lm: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
         path, dtype=getattr(torch, dtype.value), attn_implementation=attention, local_files_only=True
     )
+    for name, parameter in lm.named_parameters():
+        if not torch.isfinite(parameter).all():
+            raise RoleError(f"{path}: {name} holds values that are not finite; the weights are damaged")
     return lm.to(device).eval()  # dropout off in training too: the engine samples without it
 
 

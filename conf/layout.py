@@ -181,8 +181,11 @@ def model_refusal(layout: TrainLayout, model: Mapping[str, Any]) -> str | None:
                 return f"trainer.tp={layout.tp}: does not divide the model's {count} {name}"
         if model.get("model_type") in EXPERT_MODELS:
             return f"trainer.tp={layout.tp}: model_type {model['model_type']} has experts; spread them with trainer.ep"
+    experts: Any = next((model[key] for key in EXPERT_KEYS if key in model), None)
+    chosen: Any = model.get("num_experts_per_tok")
+    if model.get("model_type") in EXPERT_MODELS and None not in (experts, chosen) and not 1 <= chosen <= experts:
+        return f"num_experts_per_tok={chosen} of a {model['model_type']} with {experts} experts"
     if layout.ep > 1:
-        experts = next((model[key] for key in EXPERT_KEYS if key in model), None)
         if model.get("model_type") not in EXPERT_MODELS or experts is None:
             return (
                 f"trainer.ep={layout.ep}: model_type {model.get('model_type')} has no experts that can be spread "

@@ -468,6 +468,11 @@ class LoraConfig:
     def __post_init__(self) -> None:
         require_range("lora.", "rank", self.rank, 0)
         require_range("lora.", "alpha", self.alpha, 1)
+        require(
+            self.rank > 0 or not self.targets,
+            f"lora.targets={list(self.targets)} with lora.rank=0: there are no adapters; give lora.rank, or leave "
+            "lora.targets out",
+        )
 
     @property
     def scale(self) -> float:
@@ -571,8 +576,8 @@ class ClusterConfig:
         require_range("cluster.", "start_timeout_s", self.start_timeout_s, 0, open_low=True)
         beside = ("critic", "reference", "teacher", "reward_model")
         require(
-            set(self.colocate) <= set(beside),
-            f"cluster.colocate={list(self.colocate)}: the roles are {', '.join(beside)}",
+            set(self.colocate) <= set(beside) and len(set(self.colocate)) == len(self.colocate),
+            f"cluster.colocate={list(self.colocate)}: the roles are {', '.join(beside)}, each at most once",
         )
 
 
@@ -805,6 +810,17 @@ class Config:
             algo.has_teacher == (self.teacher.path is not None),
             f"teacher.path={self.teacher.path or 'null'} with algo.advantage={algo.advantage.value}: "
             + ("give the teacher's folder" if algo.has_teacher else "a teacher needs algo=distill"),
+        )
+        there = {
+            "critic": algo.has_critic,
+            "reference": algo.has_reference and self.lora.rank == 0,
+            "teacher": algo.has_teacher,
+            "reward_model": self.reward_model.path is not None,
+        }
+        absent = [role for role in self.cluster.colocate if not there[role]]
+        require(
+            not absent,
+            f"cluster.colocate={list(self.cluster.colocate)}: this run has no {' and no '.join(absent)}; leave it out",
         )
         early = algo.dynamic_sampling or algo.has_curriculum or algo.advantage is Advantage.remax
         dynamic = str(algo.dynamic_sampling).lower()

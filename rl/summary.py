@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import RenderableType
 from rich.table import Table
+from rich.text import Text
 
 History = Sequence[Mapping[str, float]]
 
@@ -129,7 +130,7 @@ def final_table(summary: Mapping[str, Any]) -> RenderableType:
         if value is not None:
             table.add_row(name, value)
     if summary.get("error"):
-        table.add_row("error", str(summary["error"]).strip().splitlines()[-1], style="red")
+        table.add_row("error", Text(str(summary["error"]).strip().splitlines()[-1]), style="red")
     return table
 
 

@@ -259,8 +259,8 @@ def read_object(path: Path, key: str = "model.path") -> dict[str, Any]:
     return value
 
 
-def load_tokenizer(model_path: str, key: str = "model.path") -> Any:
-    """The transformers tokenizer of a model folder. Raises ConfigError when something is missing or broken."""
+def require_model_folder(model_path: str, key: str = "model.path") -> None:
+    """Raises ConfigError unless there is a Hugging Face model folder with a tokenizer."""
     folder = Path(model_path)
     if not folder.is_dir():
         make = f"; make it with: python scripts/prepare_model.py {folder.name}" if model_path in OURS else ""
@@ -269,10 +269,15 @@ def load_tokenizer(model_path: str, key: str = "model.path") -> Any:
         raise ConfigError(f"{key}={model_path}: no config.json in it; a Hugging Face model folder is needed")
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise ConfigError(f"{key}={model_path}: no tokenizer in it (one of {', '.join(TOKENIZER_FILES)})")
+
+
+def load_tokenizer(model_path: str, key: str = "model.path") -> Any:
+    """The transformers tokenizer of a model folder. Raises ConfigError when something is missing or broken."""
+    require_model_folder(model_path, key)
     from transformers import AutoTokenizer  # seconds, which a wrong path need not cost
 
     try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        return AutoTokenizer.from_pretrained(model_path, local_files_only=True)
     except Exception as error:  # whatever a broken file makes the many tokenizer classes raise
         raise ConfigError(f"{key}={model_path}: its tokenizer cannot be loaded: {describe(error)}") from error
 

@@ -10,18 +10,26 @@ from typing import Any
 import psutil
 
 from actors.compiled import missing_tools
-from conf.choices import Layout, Optimizer
+from conf.choices import Optimizer
 from conf.errors import ConfigError
-from conf.layout import EXPERT_KEYS, head_refusal, model_refusal, sliding_window
+from conf.layout import EXPERT_KEYS
 from conf.schema import Config, LoraConfig
 from rl.plan.memory import ITEM_BYTES, held_bytes, num_adapter_parameters, promised_bytes
 from rl.types import Prompt
-from rollout.data import load_records, load_tokenizer, read_object, render_demonstrations, render_prompts
+from rollout.data import (
+    load_records,
+    load_tokenizer,
+    read_object,
+    render_demonstrations,
+    render_prompts,
+    require_model_folder,
+)
+from rollout.model_folder import check_model
 from rollout.rewards import check_reward
-from rollout.role_models import check_role_models
-from weightsync.folder import folder_shapes, without_tied_head
+from rollout.role_models import check_role_models, read_shapes
+from weightsync.folder import without_tied_head
 
-ALWAYS_THERE = ("eager", "sdpa")  # attention of every transformers: no need to import it, which takes seconds
+ATTENTION = ("sdpa", "eager", "flash_attention_2")
 NO_REWARD = "rollout.tasks.nothing.reward"  # of conf/reward/none.yaml
 
 # Bytes of a checkpoint for each trained parameter: fp32 master and two fp32 moments.
@@ -50,12 +58,13 @@ class Prepared:
 
 def prepare(cfg: Config) -> Prepared:
     """Loads tokenizer and prompts and checks them against the configuration. Raises ConfigError; starts nothing."""
+    require_model_folder(cfg.model.path)
+    shapes = read_shapes("model.path", cfg.model.path)
+    model = read_model_config(cfg, shapes)
     tokenizer = load_tokenizer(cfg.model.path)
-    model = read_model_config(cfg)
+    require_vocabulary(cfg.model.path, tokenizer, shapes)
     check_role_models(cfg, tokenizer)
-    shapes = model_shapes(Path(cfg.model.path))
-    require_described(Path(cfg.model.path), model, shapes)
-    require_attention(cfg.model.attention)
+    require_attention(cfg)
     require_targets(cfg.lora, shapes)
     train_rows, eval_rows = load_records(cfg.data, cfg.seed)
     room = cfg.rollout.max_model_len - 1
@@ -96,48 +105,22 @@ def prepare(cfg: Config) -> Prepared:
     )
 
 
-def read_model_config(cfg: Config) -> dict[str, Any]:
-    """config.json of the model, checked against context length and parallel sizes."""
+def read_model_config(cfg: Config, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    """config.json of the model, checked against its weights, context length and parallel sizes."""
     path = Path(cfg.model.path) / "config.json"
-    model = read_object(path)
-    context = model.get("max_position_embeddings")
-    if context is not None and cfg.rollout.max_model_len > context:
-        raise ConfigError(
-            f"rollout.max_model_len={cfg.rollout.max_model_len}, but the model's context is {context} tokens "
-            f"(max_position_embeddings in {path})"
-        )
+    require_described(Path(cfg.model.path), read_object(path), shapes)
+    model = check_model("model.path", cfg.model.path, cfg, cfg.train_layout, shapes)
     heads = model.get("num_attention_heads")
     for size in cfg.rollout.tp:
         if heads is not None and heads % size:
             raise ConfigError(
                 f"rollout.tp={list(cfg.rollout.tp)}: {size} does not divide the model's {heads} attention heads"
             )
-    refusal = model_refusal(cfg.train_layout, model) or head_refusal(model)
-    if refusal is not None:
-        raise ConfigError(f"{refusal} ({path})")
-    window = sliding_window(model)
-    if cfg.trainer.layout is Layout.shared_prefix and window is not None and window < cfg.rollout.max_model_len:
-        raise ConfigError(
-            f"trainer.layout=shared_prefix with rollout.max_model_len={cfg.rollout.max_model_len}: the model's "
-            f"attention sees {window} tokens only ({path}), which a shared prompt's cache does not keep; use "
-            "trainer.layout=padded"
-        )
     if cfg.trainer.replay_routing and not any(key in model for key in EXPERT_KEYS):
-        raise ConfigError(f"trainer.replay_routing=true: a {model.get('model_type')} has no experts ({path})")
-    if cfg.trainer.tp > 1 and not has_matrix_cuts(str(model.get("model_type"))):
         raise ConfigError(
-            f"trainer.tp={cfg.trainer.tp}: transformers says nothing of how the matrices of a {model.get('model_type')}"
-            f" are cut ({path}); spread it with trainer.zero_stage=3 or trainer.sp instead"
+            f"trainer.replay_routing=true: a {model.get('model_type')} has no experts (model.path={cfg.model.path})"
         )
     return model
-
-
-def has_matrix_cuts(model_type: str) -> bool:
-    """Whether transformers has a plan for tensor parallelism within the layers of this kind of model."""
-    from transformers import CONFIG_MAPPING
-
-    plan = getattr(CONFIG_MAPPING[model_type], "base_model_tp_plan", None) if model_type in CONFIG_MAPPING else None
-    return any(name.startswith("layers.") for name in plan or {})
 
 
 def require_described(folder: Path, model: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -154,26 +137,32 @@ def require_described(folder: Path, model: Mapping[str, Any], shapes: Mapping[st
         )
 
 
-def require_attention(name: str) -> None:
-    """Raises ConfigError for an attention implementation that transformers does not have, or cannot import here."""
-    if name in ALWAYS_THERE:
-        return
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-    from transformers.utils import is_flash_attn_2_available
+def require_attention(cfg: Config) -> None:
+    """Raises ConfigError for an attention implementation that is not known, not here, or not for this layout."""
+    name = cfg.model.attention
+    if name not in ATTENTION:
+        raise ConfigError(f"model.attention={name}: must be one of {', '.join(ATTENTION)}")
+    if cfg.trainer.sp > 1 and name == "eager":
+        raise ConfigError(
+            f"model.attention=eager with trainer.sp={cfg.trainer.sp}: ranks that share rows need sdpa or "
+            "flash_attention_2"
+        )
+    if name == "flash_attention_2":
+        from transformers.utils import is_flash_attn_2_available
 
-    choices = ["eager", *(n for n in ALL_ATTENTION_FUNCTIONS.valid_keys() if "|" not in n)]
-    if name not in choices:
-        raise ConfigError(f"model.attention={name}: must be one of {', '.join(sorted(set(choices)))}")
-    if name == "flash_attention_2" and not is_flash_attn_2_available():
-        raise ConfigError("model.attention=flash_attention_2: the package flash-attn is not installed; use sdpa")
+        if not is_flash_attn_2_available():
+            raise ConfigError("model.attention=flash_attention_2: the package flash-attn is not installed; use sdpa")
 
 
-def model_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor of a Hugging Face folder. Raises ConfigError when there are no weights."""
-    try:
-        return folder_shapes(folder)
-    except Exception as error:
-        raise ConfigError(f"model.path={folder}: its weights (safetensors) cannot be read: {error}") from error
+def require_vocabulary(path: str, tokenizer: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises ConfigError when the tokenizer gives ids that the model does not have."""
+    size = next(shape[0] for name, shape in shapes.items() if name.endswith("embed_tokens.weight"))
+    most = max(tokenizer.get_vocab().values())
+    if most >= size:
+        raise ConfigError(
+            f"model.path={path}: its tokenizer has ids up to {most}, but the model has {size} tokens (vocab_size in "
+            "config.json); one of them is another model's"
+        )
 
 
 def stop_tokens(folder: Path, tokenizer: Any, model: dict[str, Any]) -> tuple[int, ...]:
@@ -183,7 +172,7 @@ def stop_tokens(folder: Path, tokenizer: Any, model: dict[str, Any]) -> tuple[in
     if path.exists():
         found.append(read_object(path).get("eos_token_id"))
     flat = [i for item in found for i in (item if isinstance(item, list) else [item]) if i is not None]
-    if any(not isinstance(i, int) for i in flat):
+    if any(not isinstance(i, int) or not 0 <= i < model["vocab_size"] for i in flat):
         raise ConfigError(f"model.path={folder}: eos_token_id in config.json or {path.name}: {flat}: must be token ids")
     return tuple(sorted(set(flat)))
 
@@ -191,6 +180,13 @@ def stop_tokens(folder: Path, tokenizer: Any, model: dict[str, Any]) -> tuple[in
 def require_targets(lora: LoraConfig, shapes: dict[str, tuple[int, ...]]) -> None:
     """Raises ConfigError when `lora.targets` names matrices that the model does not have."""
     layers = {name.split(".")[-2] for name, shape in shapes.items() if len(shape) == 2 and ".layers." in name}
+    experts = {name.split(".")[-2] for name in shapes if ".experts." in name}
+    layers -= experts
+    if bad := [target for target in lora.targets if target in experts]:
+        raise ConfigError(
+            f"lora.targets={list(lora.targets)}: {', '.join(bad)} are matrices of experts, which adapters do not "
+            f"reach; leave them out, or choose among {', '.join(sorted(layers))}"
+        )
     unknown = [target for target in lora.targets if target not in layers]
     if unknown:
         raise ConfigError(

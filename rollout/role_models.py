@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from conf.errors import ConfigError
-from conf.layout import head_refusal
 from conf.schema import Config
 from rollout.data import load_tokenizer, read_object
+from rollout.model_folder import check_model
 from weightsync.folder import folder_shapes
 
 
@@ -22,12 +22,23 @@ def check_role_models(cfg: Config, tokenizer: Any) -> None:
     ):
         if path is not None:
             require_same_tokens(key, path, tokenizer)
-    if cfg.teacher.path is not None:
-        refusal = head_refusal(read_object(Path(cfg.teacher.path) / "config.json", "teacher.path"))
-        if refusal is not None:
-            raise ConfigError(f"teacher.path={cfg.teacher.path}: {refusal}")
+    layout = cfg.train_layout
+    for key, path, spread, with_head in (
+        ("critic.path", cfg.critic.path, layout, False),
+        ("teacher.path", cfg.teacher.path, layout.frozen(), True),
+    ):
+        if path is not None:
+            check_model(key, path, cfg, spread, read_shapes(key, path), with_head)
     if cfg.reward_model.path is not None:
         require_one_score(cfg.reward_model.path)
+
+
+def read_shapes(key: str, path: str) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every tensor of a model folder. Raises ConfigError when there are no weights."""
+    try:
+        return folder_shapes(Path(path))
+    except Exception as error:
+        raise ConfigError(f"{key}={path}: its weights (safetensors) cannot be read: {error}") from error
 
 
 def require_same_tokens(key: str, path: str, tokenizer: Any) -> None:
@@ -50,10 +61,7 @@ def require_one_score(path: str) -> None:
     labels = len(config.get("id2label") or {"0": ""}) if "num_labels" not in config else config["num_labels"]
     if labels != 1:
         raise ConfigError(f"reward_model.path={path}: {labels} labels; a reward is one number, so it needs one label")
-    try:
-        shapes = folder_shapes(Path(path))
-    except Exception as error:
-        raise ConfigError(f"reward_model.path={path}: its weights (safetensors) cannot be read: {error}") from error
+    shapes = read_shapes("reward_model.path", path)
     head = shapes.get("score.weight")
     if head is None or head[0] != 1:
         raise ConfigError(

@@ -19,14 +19,18 @@ def without_tied_head(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str
     return {name: shape for name, shape in shapes.items() if not (tied and name == "lm_head.weight")}
 
 
+def files_of(folder: Path) -> list[str]:
+    """The names of a Hugging Face folder's safetensors files."""
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return ["model.safetensors"]
+    return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+
+
 def folder_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every tensor in a Hugging Face folder, from the safetensors headers alone."""
-    index = folder / "model.safetensors.index.json"
-    files = (
-        sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else ["model.safetensors"]
-    )
     shapes: dict[str, tuple[int, ...]] = {}
-    for name in files:
+    for name in files_of(folder):
         with safe_open(folder / name, framework="pt") as tensors:
             shapes |= {key: tuple(tensors.get_slice(key).get_shape()) for key in tensors.keys()}  # noqa: SIM118 (no iterator)
     return shapes

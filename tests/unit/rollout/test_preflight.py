@@ -3,7 +3,6 @@
 import json
 import math
 import shutil
-import sys
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
@@ -11,10 +10,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from actors.checkpoint import file_crc, publish
 from actors.resume import resolve_start
-from conf.choices import Layout, Optimizer, Template
+from conf.choices import Advantage, Layout, Optimizer, Template
 from conf.errors import ConfigError
 from conf.launch import to_dict
 from conf.schema import (
@@ -22,6 +23,7 @@ from conf.schema import (
     CheckpointConfig,
     ClusterConfig,
     Config,
+    CriticConfig,
     DataConfig,
     EvaluationConfig,
     LoraConfig,
@@ -30,9 +32,10 @@ from conf.schema import (
     RolloutConfig,
     SftConfig,
     SyncConfig,
+    TeacherConfig,
     TrainerConfig,
 )
-from rollout.preflight import Prepared, prepare, require_attention, require_compilers, require_disk, require_memory
+from rollout.preflight import Prepared, prepare, require_compilers, require_disk, require_memory
 
 HEADS, CONTEXT = 4, 1024  # of the tiny model
 GIGABYTE = 10**9
@@ -170,6 +173,104 @@ MODEL_FAULTS: dict[str, tuple[Callable[[Scene], object], list[str]]] = {
 }
 
 
+ODD_VALUES: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "no heads": ({"num_attention_heads": 0}, ["describes no model that can be built"]),
+    "heads of another model": ({"num_attention_heads": 2}, ["q_proj.weight has shape (128, 64), not (64, 64)"]),
+    "more kv heads": ({"num_key_value_heads": 4}, ["k_proj.weight has shape (64, 64), not (128, 64)"]),
+    "heads as text": ({"num_attention_heads": "4"}, ["describes no model that can be built"]),
+    "more layers": ({"num_hidden_layers": 3, "layer_types": None}, ["model.layers.2", "is missing", "and 7 more"]),
+    "fewer layers": ({"num_hidden_layers": 1, "layer_types": None}, ["the model has no model.layers.1"]),
+    "unknown kind": ({"model_type": "foo"}, ["describes no model that can be built"]),
+    "unknown activation": ({"hidden_act": "foo"}, ["describes no model that can be built"]),
+    "quantized": ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ["quantized weights"]),
+    "end beyond the vocabulary": ({"eos_token_id": 1000}, ["eos_token_id", "1000", "must be token ids"]),
+}
+
+
+@pytest.mark.parametrize("fault", ODD_VALUES)
+def test_config_json_that_is_not_the_weights_own_is_refused(scene: Scene, fault: str) -> None:
+    changes, pieces = ODD_VALUES[fault]
+    scene.edit("config.json", **changes)
+    message = refusal(scene.cfg())
+    for piece in [f"model.path={scene.model}", *pieces]:
+        assert piece in message
+
+
+def edit_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+UP, EMBED = "model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "piece"),
+    [
+        (lambda w: w.pop(UP), f"{UP} is missing"),
+        (lambda w: w.update({UP: w[UP][:, :32].clone()}), f"{UP} has shape (128, 32), not (128, 64)"),
+        (lambda w: w.update(extra=w[UP].clone()), "the model has no extra"),
+        (lambda w: w.update({"lm_head.weight": w[EMBED] + 1}), "lm_head.weight is not the embedding"),
+    ],
+)
+def test_weights_that_are_not_the_models_are_named(
+    scene: Scene, change: Callable[[dict[str, torch.Tensor]], object], piece: str
+) -> None:
+    edit_weights(scene.model, change)
+    assert piece in refusal(scene.cfg())
+
+
+def test_head_that_is_the_embedding_again_is_fine(scene: Scene) -> None:
+    edit_weights(scene.model, lambda w: w.update({"lm_head.weight": w[EMBED].clone()}))
+    check(scene.cfg())
+
+
+def test_tokenizer_with_more_ids_than_the_model_is_refused(scene: Scene) -> None:
+    edit_weights(scene.model, lambda w: w.update({EMBED: w[EMBED][:16].clone()}))
+    scene.edit("config.json", vocab_size=16)
+    message = refusal(scene.cfg())
+    assert "its tokenizer has ids up to 63" in message and "the model has 16 tokens" in message
+
+
+@pytest.mark.parametrize("target", ["gate_proj", "down_proj"])
+def test_adapters_for_experts_are_refused(scene: Scene, tiny_moe_folder: Path, target: str) -> None:
+    shutil.rmtree(scene.model)
+    shutil.copytree(tiny_moe_folder, scene.model)
+    check(scene.cfg(lora=LoraConfig(rank=4, targets=["q_proj"])))
+    message = refusal(scene.cfg(lora=LoraConfig(rank=4, targets=["q_proj", target])))
+    assert f"{target} are matrices of experts" in message and "k_proj" in message
+
+
+ROLES: dict[str, Callable[[Scene, Path], Config]] = {
+    "critic.path": lambda s, folder: s.cfg(
+        algo=AlgoConfig(advantage=Advantage.gae), critic=CriticConfig(path=str(folder))
+    ),
+    "teacher.path": lambda s, folder: s.cfg(
+        algo=AlgoConfig(advantage=Advantage.teacher), teacher=TeacherConfig(path=str(folder))
+    ),
+}
+
+
+@pytest.mark.parametrize("key", ROLES)
+def test_other_roles_models_are_checked_like_the_policys(scene: Scene, key: str, tmp_path: Path) -> None:
+    folder = tmp_path / "other"
+    shutil.copytree(scene.model, folder)
+    cfg = ROLES[key](scene, folder)
+    check(cfg)
+    config = json.loads((folder / "config.json").read_text())
+    for changes, piece in [
+        ({"max_position_embeddings": 8}, "rollout.max_model_len=16, but the model's context is 8 tokens"),
+        ({"num_attention_heads": 2}, "q_proj.weight has shape (128, 64), not (64, 64)"),
+    ]:
+        (folder / "config.json").write_text(json.dumps(config | changes))
+        message = refusal(cfg)
+        assert piece in message and f"{key}={folder}" in message
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").unlink()
+    assert f"{key}={folder}: its weights (safetensors) cannot be read" in refusal(cfg)
+
+
 @pytest.mark.parametrize("fault", MODEL_FAULTS)
 def test_model_folder_that_cannot_be_used_is_named(scene: Scene, fault: str) -> None:
     spoil, pieces = MODEL_FAULTS[fault]
@@ -214,16 +315,16 @@ def test_model_that_the_layout_cannot_cut(
     trainer = {"layout": Layout.padded} | trainer
     sections = {"cluster": ClusterConfig(train_ranks=2), "algo": AlgoConfig(num_epochs=2)}
     message = refusal(scene.cfg(trainer=TrainerConfig(**trainer), **sections))
-    for piece in [*pieces, str(scene.model / "config.json")]:
+    for piece in [*pieces, str(scene.model)]:
         assert piece in message
 
 
-@pytest.mark.parametrize("name", ["sdpa", "eager"])
-def test_attention_that_every_transformers_has_costs_no_import(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "transformers.modeling_utils", None)  # an import of it raises ImportError
-    require_attention(name)
-    with pytest.raises(ImportError):
-        require_attention("flex_attention")
+def test_attention_that_cannot_share_rows_is_refused(scene: Scene) -> None:
+    trainer = TrainerConfig(layout=Layout.padded, sp=2)
+    model = ModelConfig(path=str(scene.model), attention="eager")
+    message = refusal(scene.cfg(model=model, trainer=trainer, cluster=ClusterConfig(train_ranks=2)))
+    for piece in ["model.attention=eager", "trainer.sp=2", "sdpa"]:
+        assert piece in message
 
 
 def test_attention_that_transformers_does_not_have_is_named_with_the_choices(scene: Scene) -> None:
