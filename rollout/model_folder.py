@@ -17,7 +17,7 @@ from conf.choices import Layout
 from conf.errors import ConfigError
 from conf.layout import TrainLayout, head_refusal, model_refusal, sliding_window
 from conf.schema import Config
-from rollout.data import describe, read_object
+from rollout.data import read_object
 from weightsync.folder import files_of, without_tied_head
 
 HEADS = ("lm_head.weight", "score.weight")  # what a critic replaces
@@ -121,7 +121,8 @@ def built_shapes(where: str, path: str) -> dict[str, tuple[int, ...]]:
         with torch.device("meta"):
             lm = AutoModelForCausalLM.from_config(config)
     except Exception as error:  # whatever odd values make the many model classes raise
-        raise ConfigError(f"{where}: config.json describes no model that can be built: {describe(error)}") from error
+        told = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ConfigError(f"{where}: config.json describes no model that can be built: {told}") from error
     parts = [
         piece
         for name, parameter in lm.named_parameters()
