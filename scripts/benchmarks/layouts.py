@@ -11,7 +11,7 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -230,8 +230,9 @@ class DdpRank:
         return time.monotonic() - started
 
 
-def ddp_seconds(env: dict[str, str], folder: Path, cfg: Config, batch: Batch, n: int) -> float:
-    """Median seconds of an update, the slower process counting; the first is left out."""
+@contextmanager
+def ddp_updates(env: dict[str, str], folder: Path, cfg: Config, batch: Batch) -> Iterator[Callable[[], float]]:
+    """Plain DDP processes, and how to have them make an update: its seconds, of the slower process."""
     import socket
 
     plans = plan_micro_batches(
@@ -249,14 +250,12 @@ def ddp_seconds(env: dict[str, str], folder: Path, cfg: Config, batch: Batch, n:
     with ThreadPoolExecutor(RANKS) as pool:
         ranks = list(pool.map(lambda r: Yardstick(f"{__name__}:DdpRank", env, str(folder), r, port, cfg), range(RANKS)))
         try:
-            took = [
-                max(pool.map(lambda r: ranks[r].call("update", micros[r], batch.num_action_tokens), range(RANKS)))
-                for _ in range(n + 1)
-            ]
+            yield lambda: max(
+                pool.map(lambda r: ranks[r].call("update", micros[r], batch.num_action_tokens), range(RANKS))
+            )
         finally:
             for rank in ranks:
                 rank.close()
-    return statistics.median(took[1:])
 
 
 # -- Tandem --
@@ -284,18 +283,28 @@ def restart(group: RankGroup, cfg: Config, folder: Path) -> ActorPolicy:
 
 
 def measure_layout(
-    group: RankGroup, layout: TrainLayout, folder: Path, batch: Batch, plain: Any, repeats: int
+    group: RankGroup,
+    layout: TrainLayout,
+    folder: Path,
+    batch: Batch,
+    plain: Any,
+    ddp: Callable[[], float],
+    repeats: int,
 ) -> dict[str, float]:
-    """Differences from plain torch, seconds of an update, and bytes of a rank, which is in this layout with AdamW."""
+    """Differences from plain torch, seconds of an update, and bytes of a rank, which is in this layout with AdamW.
+
+    Tandem and DDP take turns, as the machine changes; the first update of each is left out.
+    """
     from safetensors.torch import load_file
 
     losses, (before, after) = plain
     policy = ActorPolicy(group.cfg, group)
-    took = []
+    took, ratios = [], []
     for step in range(repeats + 1):
         began = time.monotonic()
         policy.update(batch, step, step)
         took.append(time.monotonic() - began)
+        ratios.append(ddp() / took[-1])
     updates = plan_updates(group, policy.cfg, batch, 0, lambda _: 0.0, 0, 100.0)
     measured = group.call_each("measured", updates, "update")
     held, peak = max(m[1] for m in measured), max(m[2] for m in measured)
@@ -313,6 +322,7 @@ def measure_layout(
         "max_loss_diff": max(gaps),
         "max_grad_rel_diff": largest_gradient_gap(found, before, after),
         "update_s": statistics.median(took[1:]),
+        "tok_s_ratio": statistics.median(ratios[1:]),
         "peak_bytes": peak,
         "state_bytes": held,
     }
@@ -361,8 +371,8 @@ def measure_model(
     rows: list[Row] = []
     elements = elements_of(folder_shapes(folder))  # the head is tied, and so not in the folder
     legal = [x for x in layouts if x.refusal() is None]
-    group = None
-    with ExitStack() as processes:
+    group, ddp = None, None
+    with ExitStack() as yardstick, ExitStack() as processes:
         for number, layout in enumerate(legal):
             began = time.monotonic()
             cfg = config_of(layout, folder, Optimizer.adamw)
@@ -372,16 +382,16 @@ def measure_model(
             else:
                 restart(group, cfg, folder)
             start_s = time.monotonic() - began
-            if number % 12 == 0:  # again now and then: the machine may have changed
-                ddp_s = ddp_seconds(environment_of(group.actors[0]), folder, cfg, batch, args.repeats)
-            found = measure_layout(group, layout, folder, batch, plain, args.repeats)
+            if ddp is None:
+                env = environment_of(group.actors[0])
+                ddp = yardstick.enter_context(ddp_updates(env, folder, cfg, batch))
+            found = measure_layout(group, layout, folder, batch, plain, ddp, args.repeats)
             row: Row = {
                 "variant": f"{'moe ' if layout.ep > 1 else ''}{layout.label()}",
                 "layout": layout.label(),
                 "legal": True,
                 "reason": "",
                 **found,
-                "tok_s_ratio": ddp_s / found["update_s"],
                 "predicted_bytes": bytes_between_steps(layout, elements, 2, BUCKET_ELEMENTS),
             }
             rows.append(row)

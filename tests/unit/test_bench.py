@@ -6,7 +6,7 @@ import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -104,11 +104,12 @@ class PretendedGroups:
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.events: list[str] = []
         figures = {"max_loss_diff": 0.0, "max_grad_rel_diff": 0.0, "update_s": 1.0, "peak_bytes": 2, "state_bytes": 1}
+        figures["tok_s_ratio"] = 1.0
         monkeypatch.setattr(layouts, "started", self.started)
         monkeypatch.setattr(layouts, "restart", lambda group, cfg, folder: self.events.append(self.of("restart", cfg)))
         monkeypatch.setattr(layouts, "plain_updates", lambda *_: ([], []))
         monkeypatch.setattr(layouts, "folder_shapes", lambda _: {"w": (2, 2)})
-        monkeypatch.setattr(layouts, "ddp_seconds", lambda *_: 1.0)
+        monkeypatch.setattr(layouts, "ddp_updates", lambda *_: nullcontext(lambda: 1.0))
         monkeypatch.setattr(layouts, "environment_of", lambda _: {})
         monkeypatch.setattr(layouts, "measure_layout", lambda *_: dict(figures))
 
