@@ -175,10 +175,10 @@ class RankGroup:
         """Calls `method` on every rank with the same arguments; returns the ranks' results."""
         return self._wait(method, self.refs(method, *args))
 
-    def begin(self, method: str, *args: Any) -> Future[Any]:
-        """As `call`, without waiting for it: the future gives the first rank's result once all ranks have theirs."""
+    def begin(self, method: str, *args: Any) -> Future[list[Any]]:
+        """As `call`, without waiting for it."""
         refs = self.refs(method, *args)
-        return in_thread(lambda: self._wait(method, refs)[0])
+        return in_thread(lambda: self._wait(method, refs))
 
     def call_each(self, method: str, per_replica: Sequence[Any], *args: Any) -> list[Any]:
         """As `call`, with a first argument of its own for each replica; returns the result of each one's first rank."""

@@ -26,7 +26,8 @@ KINDS: dict[str, type[Rank]] = {
 SCORING = ("logprobs", "logprobs_and_routes", "base_logprobs", "top_logprobs", "values", "scores")
 PHASES = dict.fromkeys(SCORING, "score") | {"update": "update", "pack": "sync", "probe": "sync"}
 NEEDS: dict[str, tuple[str, ...]] = dict.fromkeys((*SCORING, "pack", "probe", "export"), ("parameters",))
-NEEDS["manifest"] = ()  # names and shapes
+NEEDS |= dict.fromkeys(("changed_modules", "begin_push"), ("parameters",))
+NEEDS |= dict.fromkeys(("shapes", "serve_sync", "plan_sync", "connect_sync"), ())  # names and shapes
 
 
 class Host:

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -11,15 +10,20 @@ from actors.engine import Engine, OptimizerSpec
 from actors.forward import Scorer, TopScorer
 from actors.lora import adapters_off, add_adapters, write_adapter
 from actors.rank import Micro, Rank, Update, UpdateResult
+from actors.shards import held_regions, sources_of
 from actors.weights import full_shapes, gathered, trained_shapes
-from conf.choices import Layout
+from conf.choices import Channel, Layout
 from rl import losses
 from rl.masking import masked_fill_zero
 from rl.metrics import merge_sums, on_cpu
 from rl.numerics import current_tokens, mismatch_sums, require_match
 from rl.types import Batch, Scores, Sums
-from weightsync.manifest import plan_buckets
-from weightsync.sender import Sender
+from weightsync.channels.channel import Outlet
+from weightsync.channels.collective import Broadcaster, GroupAddress, serve
+from weightsync.channels.shm import Ring
+from weightsync.folder import in_groups
+from weightsync.plan import Link, Wanted, plan_stream
+from weightsync.sender import NUM_SLOTS, Sender
 
 SCORES = ("logprobs", "entropy", "divergence")  # what a forward of actors.forward.Scorer gives, in its order
 
@@ -146,27 +150,67 @@ class PolicyRank(Rank):
             out.append({"loss": total, "grad_norm": result.grad_norm, "skipped_steps": float(result.skipped)})
         return out
 
-    def manifest(self) -> dict[str, Any]:
-        """What each push will carry; rank 0 also makes its ring. Returns the arguments of the engines' init phase."""
-        manifest = plan_buckets(full_shapes(self.engine), self.cfg.trainer.dtype.value, self.cfg.sync.bucket_bytes)
-        self._manifest = manifest
-        if self.rank > 0:
-            return {}
-        self._sender = Sender(manifest, self.cfg.sync.num_slots)
-        ring = self._sender.ring
-        return {
-            "path": ring.path,
-            "slot_bytes": ring.slot_bytes,
-            "num_slots": ring.num_slots,
-            "manifest": manifest.to_dict(),
-            "fingerprint": manifest.fingerprint(),
-        }
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of every tensor that a push carries."""
+        return full_shapes(self.engine)
 
-    def pack(self, bucket: int) -> int:
-        """Copies one bucket of live weights into the ring (rank 0); returns its checksum. Collective under ZeRO-3."""
-        names = [tensor.name for tensor in self._manifest.buckets[bucket].tensors]
-        with gathered(self.engine, names) as tensors:
-            return self._sender.pack(bucket, tensors) if self._sender else 0
+    def serve_sync(self, host: str) -> int:
+        """Opens a store on `host`, where rank 0 is, for the groups of ranks and engines to meet in; rank 0's port."""
+        if self.rank > 0:
+            return 0
+        self._store = serve(host, self.cfg.sync.timeout_s)
+        return int(self._store.port)
+
+    def plan_sync(self, readers: list[Wanted], sizes: list[int], host: str, port: int, name: str) -> Link:
+        """Plans what this rank sends in each push. `sizes`: workers of each reader. Collective.
+
+        `host`, `port`, `name`: where groups meet, if the channel has any.
+        """
+        sync = self.cfg.sync
+        stream = plan_stream(held_regions(self.engine, self.world), readers, sync.bucket_bytes)
+        outlet: Outlet
+        if sync.channel is Channel.shm:
+            outlet = Ring(stream.max_bytes, NUM_SLOTS)
+        else:
+            address = GroupAddress(
+                host=host,
+                port=port,
+                name=f"{name}-{self.rank}",
+                slot_bytes=stream.max_bytes,
+                sizes=tuple(sizes),
+                readers=stream.readers,
+                timeout_s=sync.timeout_s,
+            )
+            outlet = Broadcaster(address, NUM_SLOTS)
+        if self._sender is not None:
+            self._sender.outlet.close()
+        self._sender = Sender(stream, readers, outlet)
+        return Link(rank=self.rank, stream=stream, signed=stream.fingerprint(), address=outlet.address)
+
+    def connect_sync(self) -> None:
+        """Meets the engines, which must be connecting too."""
+        assert self._sender is not None
+        self._sender.outlet.connect()
+
+    @torch.no_grad()
+    def changed_modules(self) -> list[str]:
+        """The engines' modules of which this rank has something that it has not sent. Collective at ZeRO-3 with
+        adapters.
+        """
+        assert self._sender is not None
+        return self._sender.changed(sources_of(self.engine))
+
+    def begin_push(self, modules: list[str] | None) -> None:
+        """A push of the live weights of these modules begins. Collective at ZeRO-3 with adapters."""
+        assert self._sender is not None
+        self._sender.begin(sources_of(self.engine), modules)
+
+    @torch.no_grad()
+    def pack(self, numbers: list[int | None], slot: int) -> tuple[int, ...]:
+        """Sends this rank's bucket of a round (`numbers` has that of each rank, or None); its segments' digests."""
+        assert self._sender is not None
+        number = numbers[self.rank]
+        return () if number is None else self._sender.pack(number, slot)
 
     @torch.no_grad()
     def probe(self, row: list[int]) -> list[float]:
@@ -180,10 +224,8 @@ class PolicyRank(Rank):
     def export(self, folder: str, model_path: str) -> None:
         """Writes the live weights as a Hugging Face folder (rank 0). Collective under ZeRO-3."""
         weights: dict[str, torch.Tensor] = {}
-        for bucket in plan_buckets(
-            full_shapes(self.engine), self.cfg.trainer.dtype.value, self.cfg.sync.bucket_bytes
-        ).buckets:
-            names = [tensor.name for tensor in bucket.tensors]
+        item = getattr(torch, self.cfg.trainer.dtype.value).itemsize
+        for names in in_groups(full_shapes(self.engine), item, self.cfg.sync.bucket_bytes):
             with gathered(self.engine, names) as tensors:
                 if self.rank == 0:
                     weights |= {name: tensor.cpu().clone() for name, tensor in tensors.items()}

@@ -19,7 +19,7 @@ FREE = (
     "trainer.zero_stage", "trainer.layout", "trainer.micro_batch_tokens", "trainer.logprob_chunk_tokens",
     "trainer.sp", "trainer.tp", "trainer.ep", "trainer.hpz", "trainer.offload_optimizer", "trainer.offload_parameters",
     "trainer.recompute", "trainer.num_threads", "trainer.timeout_s", "trainer.fused_logprobs",
-    "rollout.tp", "rollout.max_num_seqs", "rollout.kv_cache_bytes", "rollout.gpu_memory_utilization",
+    "rollout.tp", "rollout.pp", "rollout.max_num_seqs", "rollout.kv_cache_bytes", "rollout.gpu_memory_utilization",
     "rollout.prefix_caching", "rollout.num_threads", "rollout.deadline_s", "rollout.mismatch_limit",
     "reward.deadline_s", "reward.num_workers", "model.attention",
 )  # fmt: skip

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from actors.group import RankGroup, cut, score_rows, score_tokens
+from actors.group import RankGroup, cut, in_thread, score_rows, score_tokens
 from actors.rank import Update
+from conf.choices import Channel
 from conf.schema import Config
 from rl.aggregation import loss_weights
 from rl.batching import imbalance, row_work, split_mini_batches
@@ -20,6 +21,7 @@ from rl.metrics import critic_metrics, merge_sums, policy_metrics
 from rl.roles import Metrics
 from rl.schedule import learning_rate, warmup_steps
 from rl.types import Batch
+from weightsync.plan import Link, Wanted
 
 
 class ActorPolicy:
@@ -70,18 +72,44 @@ class ActorPolicy:
 
     # -- the sync's Source --
 
-    def pack(self, bucket: int) -> Future[int]:
+    @property
+    def dtype(self) -> str:
         """As weightsync.sync.Source."""
-        return self.group.begin("pack", bucket)
+        return self.cfg.trainer.dtype.value
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """As weightsync.sync.Source."""
+        found: dict[str, tuple[int, ...]] = self.group.call("shapes")[0]
+        return found
+
+    def plan(self, readers: list[Wanted], sizes: list[int], name: str) -> list[Link]:
+        """As weightsync.sync.Source."""
+        host, port = "", 0
+        if self.cfg.sync.channel is Channel.collective:
+            host = self.group.cluster.host_of(self.group.actors[0])
+            port = self.group.call("serve_sync", host)[0]
+        return self.group.call("plan_sync", readers, sizes, host, port, name)
+
+    def connect(self) -> Future[Any]:
+        """As weightsync.sync.Source."""
+        return self.group.begin("connect_sync")
+
+    def changed(self) -> Future[list[list[str]]]:
+        """As weightsync.sync.Source."""
+        return self.group.begin("changed_modules")
+
+    def begin_push(self, modules: list[str] | None) -> Future[Any]:
+        """As weightsync.sync.Source."""
+        return self.group.begin("begin_push", modules)
+
+    def pack(self, numbers: list[int | None], slot: int) -> Future[list[tuple[int, ...]]]:
+        """As weightsync.sync.Source."""
+        return self.group.begin("pack", numbers, slot)
 
     def probe(self, row: list[int]) -> Future[list[float]]:
         """As weightsync.sync.Source."""
-        return self.group.begin("probe", row)
-
-    def manifest(self) -> dict[str, Any]:
-        """What each push will carry, for the engines' init phase."""
-        found: dict[str, Any] = self.group.call("manifest")[0]
-        return found
+        scored = self.group.begin("probe", row)
+        return in_thread(lambda: scored.result()[0])
 
 
 class ActorCritic:

@@ -107,3 +107,10 @@ class Template(Enum):
 
     chat = "chat"
     plain = "plain"
+
+
+class Channel(Enum):
+    """How pushed weights travel. `shm`: memory of one host. `collective`: broadcasts over gloo, from host to host."""
+
+    shm = "shm"
+    collective = "collective"

@@ -15,6 +15,7 @@ from hydra.core.config_store import ConfigStore
 from conf.choices import (
     Advantage,
     Aggregation,
+    Channel,
     Correction,
     Device,
     Dtype,
@@ -486,6 +487,7 @@ class RolloutConfig:
     max_model_len: int = option(512, "longest prompt + completion in tokens")
     dtype: Dtype = option(Dtype.float32, "dtype of the engine's weights and activations")
     tp: list[int] = option([1], "tensor-parallel size: one number for all engines, or one for each")
+    pp: list[int] = option([1], "pipeline stages: one number for all engines, or one for each")
     max_num_seqs: int = option(128, "sequences an engine decodes at once")
     kv_cache_bytes: int = option(512 << 20, "key/value cache of an engine on the CPU, bytes")
     gpu_memory_utilization: float = option(0.5, "share of a GPU's memory an engine may take")
@@ -507,10 +509,11 @@ class RolloutConfig:
             f"rollout.max_tokens={self.max_tokens} with rollout.max_model_len={self.max_model_len}: "
             "no room is left for a prompt",
         )
-        require(
-            bool(self.tp) and all(size >= 1 for size in self.tp),
-            f"rollout.tp={list(self.tp)}: must be a list of sizes >= 1, like [1] or [1,2]",
-        )
+        for key, sizes in (("tp", self.tp), ("pp", self.pp)):
+            require(
+                bool(sizes) and all(size >= 1 for size in sizes),
+                f"rollout.{key}={list(sizes)}: must be a list of sizes >= 1, like [1] or [1,2]",
+            )
         require_range("rollout.", "max_num_seqs", self.max_num_seqs, 1)
         require_range("rollout.", "kv_cache_bytes", self.kv_cache_bytes, 1 << 20)
         require_range("rollout.", "gpu_memory_utilization", self.gpu_memory_utilization, 0, 1, open_low=True)
@@ -526,10 +529,11 @@ class RolloutConfig:
 
 @dataclass(kw_only=True)
 class SyncConfig:
-    bucket_bytes: int = option(
-        64 << 20, "aim for the size of one bucket; a decoder layer is never cut, so it may be larger"
-    )
-    num_slots: int = option(2, "buckets in the shared ring")
+    bucket_bytes: int = option(64 << 20, "memory for one bucket of a push on each training rank; two are in flight")
+    channel: Channel = option(Channel.shm, "shm (memory of one host) or collective (broadcasts, from host to host)")
+    delta: bool = option(False, "send only the engine's modules in which a bit has changed since they were last sent")
+    full_every: int = option(10, "with delta, one push in so many is whole all the same")
+    one_by_one: bool = option(False, "update the engines one after another, while the others go on sampling")
     probe_tokens: int = option(16, "length of the row whose log-probabilities are compared after each push")
     probe_limit: float = option(
         0.0, "largest |engine - trainer| on the probe row; 0 chooses 1e-3 (float32) or 0.5 (bfloat16)"
@@ -538,7 +542,12 @@ class SyncConfig:
 
     def __post_init__(self) -> None:
         require_range("sync.", "bucket_bytes", self.bucket_bytes, 1 << 16)
-        require_range("sync.", "num_slots", self.num_slots, 2)
+        require_range("sync.", "full_every", self.full_every, 1)
+        require(
+            not (self.one_by_one and self.channel is Channel.collective),
+            "sync.one_by_one=true with sync.channel=collective: a broadcast reaches all engines at once; use "
+            "sync.channel=shm",
+        )
         require_range("sync.", "probe_tokens", self.probe_tokens, 2)
         require_range("sync.", "probe_limit", self.probe_limit, 0)
         require_range("sync.", "timeout_s", self.timeout_s, 0, open_low=True)
@@ -780,11 +789,12 @@ class Config:
             f"lora.rank={self.lora.rank} with algo.reference_refresh={self.algo.reference_refresh}: the reference is "
             "the policy without its adapters, and cannot move",
         )
-        require(
-            len(self.rollout.tp) in (1, self.cluster.rollout_engines),
-            f"rollout.tp={list(self.rollout.tp)} with cluster.rollout_engines={self.cluster.rollout_engines}: "
-            "give one size for all engines or one for each",
-        )
+        for key, sizes in (("tp", self.rollout.tp), ("pp", self.rollout.pp)):
+            require(
+                len(sizes) in (1, self.cluster.rollout_engines),
+                f"rollout.{key}={list(sizes)} with cluster.rollout_engines={self.cluster.rollout_engines}: "
+                "give one size for all engines or one for each",
+            )
         require(
             self.trainer.layout is not Layout.shared_prefix
             or self.prompts_per_step // self.algo.num_mini_batches >= replicas,
@@ -877,6 +887,14 @@ class Config:
     def engine_tp(self, engine: int) -> int:
         """Tensor-parallel size of engine number `engine`."""
         return self.rollout.tp[engine if len(self.rollout.tp) > 1 else 0]
+
+    def engine_pp(self, engine: int) -> int:
+        """Pipeline stages of engine number `engine`."""
+        return self.rollout.pp[engine if len(self.rollout.pp) > 1 else 0]
+
+    def engine_workers(self, engine: int) -> int:
+        """Processes that hold a part of engine number `engine`'s model."""
+        return self.engine_tp(engine) * self.engine_pp(engine)
 
 
 SECTIONS: dict[str, type] = {

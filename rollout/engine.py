@@ -6,6 +6,7 @@ calls arrive. So a push never meets a running forward, and requests that come in
 
 import asyncio
 import os
+import pickle
 import queue
 import threading
 import time
@@ -15,6 +16,7 @@ from typing import Any
 
 from conf.schema import Config
 from rl.types import Completion, Sampling
+from weightsync.plan import Item, Link, Seat, Wanted
 
 IDLE_WAIT_S = 0.5
 
@@ -95,11 +97,16 @@ class RolloutEngine:
             outcomes.append(self._done.get_nowait())
         return outcomes
 
-    # -- weight updates: vLLM's four phases, around them pause and resume --
+    # -- weight updates: as weightsync.sync.Sink --
 
-    async def init_sync(self, info: dict[str, Any]) -> None:
-        """Connects to the trainer's ring; checks what will be pushed against the model."""
-        await self._attempt("init_weight_transfer_engine", init_info=info)
+    async def wanted(self, shapes: dict[str, tuple[int, ...]], dtype: str) -> list[Wanted]:
+        """What each worker wants of tensors of these shapes; checks them against the model."""
+        found: list[Wanted] = await self._attempt("wanted", shapes, dtype)
+        return found
+
+    async def connect(self, seats: list[Seat], links: list[Link]) -> None:
+        """Opens the channels of the trainer's ranks in each worker, which has one of the seats."""
+        await self._attempt("connect", seats, links)
 
     async def pause(self) -> None:
         """Stops stepping; running requests stay and recompute their cache, which was made with the old weights."""
@@ -108,24 +115,27 @@ class RolloutEngine:
             self._paused = True
             if not self._llm.reset_prefix_cache(reset_running_requests=True):
                 raise RuntimeError("vLLM kept blocks of its prefix cache; stale keys and values would outlive the push")
+            self._drain()
 
         await self._run(work)
 
-    async def begin_update(self) -> None:
-        await self._attempt("begin_weight_update")
+    async def begin_update(self, modules: list[str] | None) -> None:
+        await self._attempt("begin", modules)
 
-    async def load(self, bucket: int, checksum: int) -> None:
-        await self._attempt("update_weights", update_info={"bucket": bucket, "checksum": checksum})
+    async def load(self, items: list[Item]) -> None:
+        await self._attempt("load", items)
 
-    async def finish_update(self, version: int) -> None:
-        """Finishes the update; tokens sampled from now on carry `version`."""
+    async def finish_update(self, version: int) -> list[str]:
+        """Finishes the update; tokens sampled from now on carry `version`. Gives each worker's fingerprint."""
 
-        def work() -> None:
-            self._call_workers("finish_weight_update")
+        def work() -> list[str]:
+            prints: list[str] = self._call_workers("finish")
             self._llm.set_weight_version(str(version))
             self.version = version
+            return prints
 
-        await self._run(work)
+        found: list[str] = await self._run(work)
+        return found
 
     async def resume(self) -> None:
         """Lets the engine step again: its weights have been verified."""
@@ -223,14 +233,17 @@ class RolloutEngine:
     async def _rpc(self, method: Any, **kwargs: Any) -> Any:
         return await self._run(lambda: self._llm.collective_rpc(method, kwargs=kwargs))
 
-    async def _attempt(self, method: str, **kwargs: Any) -> None:
-        await self._run(lambda: self._call_workers(method, **kwargs))
+    async def _attempt(self, method: str, *args: Any) -> list[Any]:
+        found: list[Any] = await self._run(lambda: self._call_workers(method, *args))
+        return found
 
-    def _call_workers(self, method: str, **kwargs: Any) -> None:
-        """Calls a method of every worker. Raises ValueError with what the workers say when one of them fails."""
-        failures = self._llm.collective_rpc("attempt", args=(method, kwargs))
+    def _call_workers(self, method: str, *args: Any) -> list[Any]:
+        """Calls a method of every worker's receiver. Raises ValueError with what they say when one of them fails."""
+        answers = self._llm.collective_rpc("attempt", args=(method, pickle.dumps(args)))
+        failures = [failure for failure, _ in answers]
         if any(failures):
             raise ValueError("\n".join(dict.fromkeys(filter(None, failures))))
+        return [pickle.loads(result) for _, result in answers]
 
     def _add(self, request: Request) -> None:
         now = time.monotonic()
@@ -254,6 +267,13 @@ class RolloutEngine:
                 del self._running[output.request_id]
                 self._finish(Outcome(request_id=output.request_id, completion=as_completion(running, output)))
         self._abort_overdue()
+
+    def _drain(self) -> None:
+        """Waits for the batches that are between pipeline stages; their requests have been put back, and drop them."""
+        core = self._llm.engine_core.engine_core
+        while core.batch_queue:
+            output, scheduled, _ = core.batch_queue.pop()
+            core.scheduler.update_from_output(scheduled, output.result())
 
     def _abort_overdue(self) -> None:
         now = time.monotonic()
@@ -317,8 +337,6 @@ def build_engine(cfg: Config, index: int, device: str, model_path: str, num_thre
     from vllm import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    from weightsync.receiver import BACKEND
-
     torch.set_num_threads(num_threads)
     rollout = cfg.rollout
     memory: dict[str, Any] = {"gpu_memory_utilization": rollout.gpu_memory_utilization}
@@ -338,15 +356,18 @@ def build_engine(cfg: Config, index: int, device: str, model_path: str, num_thre
         enable_chunked_prefill=False,  # a chunked prefill with a seeded request kills the CPU engine
         enable_prefix_caching=rollout.prefix_caching,
         tensor_parallel_size=cfg.engine_tp(index),
+        pipeline_parallel_size=cfg.engine_pp(index),
         enforce_eager=device == "cpu",
         generation_config="vllm",  # the model folder's generation_config.json must not fill in sampling options
         logprobs_mode="processed_logprobs",  # of the distribution that is sampled from: after the temperature
         worker_extension_cls="weightsync.receiver.WorkerExtension",
-        weight_transfer_config={"backend": BACKEND},
         disable_log_stats=True,
         **memory,
     )
-    return LLMEngine.from_engine_args(args)
+    llm = LLMEngine.from_engine_args(args)
+    if cfg.engine_pp(index) > 1:
+        llm.collective_rpc("make_room_between_stages")
+    return llm
 
 
 def sampling_params(sampling: Sampling) -> Any:

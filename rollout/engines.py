@@ -1,6 +1,8 @@
 """Starting rollout engines as Ray actors, and talking to them: the pool's EngineClient and the sync's Sink in one."""
 
+from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import ray
@@ -10,13 +12,29 @@ from actors.group import in_thread, wait_all
 from conf.schema import Config
 from rl.faults import RoleDied, RoleError
 from rollout.engine import Outcome, Request, RolloutEngine
+from weightsync.plan import Item, Link, Seat, Wanted
 
 
 class EngineHandle:
-    """One engine actor."""
+    """One engine actor. `make` makes it; `generation` counts how often that was."""
 
-    def __init__(self, actor: Any, index: int):
-        self.actor, self.name = actor, f"rollout engine {index}"
+    def __init__(self, make: Callable[[], Any], index: int):
+        self._make, self.name = make, f"rollout engine {index}"
+        self.actor, self.generation = make(), 1
+        self._start: tuple[str, int] | None = None
+
+    def start(self, model_path: str, num_threads: int) -> Any:
+        """Loads a model; Ray's reference."""
+        self._start = model_path, num_threads
+        return self.actor.start.remote(*self._start)
+
+    def restart(self) -> Future[Any]:
+        """As weightsync.sync.Sink. Requests that it had are lost."""
+        ray.kill(self.actor)
+        self.actor = self._make()
+        self.generation += 1
+        assert self._start is not None
+        return self._future("start", *self._start)
 
     async def submit(self, requests: list[Request]) -> None:
         await self.actor.submit.remote(requests)
@@ -28,13 +46,19 @@ class EngineHandle:
     def pause(self) -> Future[Any]:
         return self._future("pause")
 
-    def begin_update(self) -> Future[Any]:
-        return self._future("begin_update")
+    def wanted(self, shapes: dict[str, tuple[int, ...]], dtype: str) -> Future[list[Wanted]]:
+        return self._future("wanted", shapes, dtype)
 
-    def load(self, bucket: int, checksum: int) -> Future[Any]:
-        return self._future("load", bucket, checksum)
+    def connect(self, seats: list[Seat], links: list[Link]) -> Future[Any]:
+        return self._future("connect", seats, links)
 
-    def finish_update(self, version: int) -> Future[Any]:
+    def begin_update(self, modules: list[str] | None) -> Future[Any]:
+        return self._future("begin_update", modules)
+
+    def load(self, items: list[Item]) -> Future[Any]:
+        return self._future("load", items)
+
+    def finish_update(self, version: int) -> Future[list[str]]:
         return self._future("finish_update", version)
 
     def probe(self, row: list[int]) -> Future[list[float]]:
@@ -42,6 +66,10 @@ class EngineHandle:
 
     def resume(self) -> Future[Any]:
         return self._future("resume")
+
+    def stop(self) -> None:
+        """Ends the engine and its workers."""
+        ray.kill(self.actor)
 
     def _future(self, method: str, *args: Any) -> Future[Any]:
         future: Future[Any] = getattr(self.actor, method).remote(*args).future()
@@ -62,35 +90,28 @@ class EngineGroup:
             "TANDEM_ROLE": "rollout",
         }
         remote = ray.remote(RolloutEngine)
-        gpus = [cfg.cluster.gpus_per_engine * cfg.engine_tp(i) if device == "cuda" else 0.0 for i in range(count)]
+        gpus = [cfg.cluster.gpus_per_engine * cfg.engine_workers(i) if device == "cuda" else 0.0 for i in range(count)]
         place = cluster.reserve("rollout", [(cfg.cluster.cpus_per_engine, gpu) for gpu in gpus])
-        self.handles = [
-            EngineHandle(
-                remote.options(
-                    name=f"rollout-{i}",
-                    num_cpus=cfg.cluster.cpus_per_engine,
-                    num_gpus=gpus[i],
-                    max_concurrency=1000,
-                    runtime_env={"env_vars": env},
-                    scheduling_strategy=place(i),
-                ).remote(cfg, i, device),
-                i,
-            )
-            for i in range(count)
-        ]
+
+        def make(index: int) -> Any:
+            return remote.options(
+                num_cpus=cfg.cluster.cpus_per_engine,
+                num_gpus=gpus[index],
+                max_concurrency=1000,
+                runtime_env={"env_vars": env},
+                scheduling_strategy=place(index),
+            ).remote(cfg, index, device)
+
+        self.handles = [EngineHandle(partial(make, index), index) for index in range(count)]
 
     def start(self) -> Future[None]:
         """Loads the model in every engine; the future ends when all have, or raises."""
 
         def begin() -> None:
-            refs = [handle.actor.start.remote(self._model_path, self._threads) for handle in self.handles]
+            refs = [handle.start(self._model_path, self._threads) for handle in self.handles]
             wait_all(refs, [h.name for h in self.handles], "start", self.cfg.cluster.start_timeout_s)
 
         return in_thread(begin)
-
-    def connect(self, info: dict[str, Any]) -> None:
-        """The init phase of weight sync: every engine opens the trainer's ring and checks the manifest."""
-        self._all("sync init", "init_sync", info)
 
     def accept_loaded(self, version: int) -> None:
         """Has every engine serve the weights of its model folder, labelled `version`."""
@@ -116,4 +137,4 @@ class EngineGroup:
     def stop(self) -> None:
         """Ends the engines and their workers."""
         for handle in self.handles:
-            ray.kill(handle.actor)
+            handle.stop()

@@ -33,6 +33,7 @@ class EngineClient(Protocol):
     """What the pool needs of an engine."""
 
     name: str
+    generation: int  # grows with each restart
 
     async def submit(self, requests: list[Request]) -> None: ...
 
@@ -68,6 +69,7 @@ class RolloutPool:
         self._owner: dict[str, int] = {}
         self._load = [0] * len(self.engines)
         self._dead: dict[int, str] = {}
+        self._generation = [engine.generation for engine in self.engines]
         self._version = self._position = 0
         self._serial = 0
         self._loop = asyncio.new_event_loop()
@@ -113,6 +115,7 @@ class RolloutPool:
     async def _advance(self, version: int) -> None:
         """Starts every group that `version` allows."""
         self._version = version
+        self._revive()
         steps = min(self.cfg.num_steps - version, 1 + self.cfg.max_lag)
         await self._start_groups(steps * self.cfg.prompts_per_step - len(self._groups))
 
@@ -215,11 +218,13 @@ class RolloutPool:
 
     async def _collect(self, index: int) -> None:
         """Brings finished requests of one engine in, until the engine fails."""
-        while True:
+        generation = self._generation[index]
+        while generation == self._generation[index]:
             try:
                 outcomes = await self.engines[index].collect(COLLECT_S)
             except Exception as error:
-                self._bury(index, error)
+                if self.engines[index].generation == generation:  # else it is being restarted, or was
+                    self._bury(index, error)
                 return
             for outcome in outcomes:
                 self._resolve(outcome)
@@ -228,6 +233,15 @@ class RolloutPool:
         future = self._waiting.get(outcome.request_id)
         if future is not None and not future.done():
             future.set_result(outcome)
+
+    def _revive(self) -> None:
+        """Takes engines back that were restarted; what they had been asked before is lost."""
+        for index, engine in enumerate(self.engines):
+            if engine.generation > self._generation[index]:
+                self._bury(index, RuntimeError("it was restarted"))
+                del self._dead[index]
+                self._generation[index] = engine.generation
+                self._spawn(self._collect(index))
 
     def _bury(self, index: int, error: Exception) -> None:
         """Marks an engine dead; requests that wait for it end with its error."""

@@ -13,7 +13,7 @@ from actors.compiled import missing_tools
 from conf.choices import Optimizer
 from conf.errors import ConfigError
 from conf.layout import EXPERT_KEYS
-from conf.schema import Config, LoraConfig
+from conf.schema import Config, LoraConfig, RolloutConfig
 from rl.plan.memory import ITEM_BYTES, held_bytes, num_adapter_parameters, promised_bytes
 from rl.types import Prompt
 from rollout.data import (
@@ -30,6 +30,7 @@ from rollout.role_models import check_role_models, read_shapes
 from weightsync.folder import without_tied_head
 
 ATTENTION = ("sdpa", "eager", "flash_attention_2")
+VOCABULARY_STEP = 64  # vLLM pads the vocabulary to a multiple of it
 NO_REWARD = "rollout.tasks.nothing.reward"  # of conf/reward/none.yaml
 
 # Bytes of a checkpoint for each trained parameter: fp32 master and two fp32 moments.
@@ -110,17 +111,31 @@ def read_model_config(cfg: Config, shapes: Mapping[str, tuple[int, ...]]) -> dic
     path = Path(cfg.model.path) / "config.json"
     require_described(Path(cfg.model.path), read_object(path), shapes)
     model = check_model("model.path", cfg.model.path, cfg, cfg.train_layout, shapes)
-    heads = model.get("num_attention_heads")
-    for size in cfg.rollout.tp:
-        if heads is not None and heads % size:
-            raise ConfigError(
-                f"rollout.tp={list(cfg.rollout.tp)}: {size} does not divide the model's {heads} attention heads"
-            )
+    require_engine_sizes(cfg.rollout, model)
     if cfg.trainer.replay_routing and not any(key in model for key in EXPERT_KEYS):
         raise ConfigError(
             f"trainer.replay_routing=true: a {model.get('model_type')} has no experts (model.path={cfg.model.path})"
         )
     return model
+
+
+def require_engine_sizes(rollout: RolloutConfig, model: Mapping[str, Any]) -> None:
+    """Raises ConfigError when an engine cannot cut this model as it should."""
+    heads = model.get("num_attention_heads")
+    for size in rollout.tp:
+        if heads is not None and heads % size:
+            raise ConfigError(
+                f"rollout.tp={list(rollout.tp)}: {size} does not divide the model's {heads} attention heads"
+            )
+        padded = -(-int(model.get("vocab_size", 0)) // VOCABULARY_STEP) * VOCABULARY_STEP
+        if padded % size:
+            raise ConfigError(
+                f"rollout.tp={list(rollout.tp)}: {size} does not divide the vocabulary, which vLLM pads to {padded}"
+            )
+    layers = model.get("num_hidden_layers")
+    for size in rollout.pp:
+        if layers is not None and size > layers:
+            raise ConfigError(f"rollout.pp={list(rollout.pp)}: {size} stages, but the model has {layers} layers")
 
 
 def require_described(folder: Path, model: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:

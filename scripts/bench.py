@@ -63,6 +63,8 @@ def build_parser() -> argparse.ArgumentParser:
             sub.add_argument("--prompts", type=positive, default=8, help="prompts of a batch [%(default)s]")
             sub.add_argument("--samples", type=group_size, default=8, help="samples of each prompt [%(default)s]")
             sub.add_argument("--max-tokens", type=positive, default=16, help="tokens of a completion [%(default)s]")
+        if name == "sync":
+            sub.add_argument("--skip-matrix", action="store_true", help="measure speed alone, without all the layouts")
         if name == "train":
             sub.add_argument(
                 "--prompt-tokens", type=positive, default=0, help="tokens of each prompt, completions full [the task's]"

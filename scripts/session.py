@@ -175,7 +175,7 @@ class Session:
             stack.callback(cluster.save_logs, self.start.run_dir / "logs")
             on_gpu = detect_device(cfg) == "cuda"
             ranks = cfg.train_ranks * len([r for r in role_paths(self.cfg, "") if r not in cfg.colocate])
-            engines = sum(self.cfg.engine_tp(i) for i in range(cfg.rollout_engines))
+            engines = sum(self.cfg.engine_workers(i) for i in range(cfg.rollout_engines))
             cluster.require(
                 {
                     "CPU": ranks * cfg.cpus_per_rank + cfg.rollout_engines * cfg.cpus_per_engine,
@@ -209,7 +209,7 @@ class Session:
             with self._phase("load checkpoint"):
                 for group in self._trained():
                     group.call("load", str(self.start.checkpoint))
-        sync = connect_sync(cfg, self.policy, self.policy.manifest(), engines, len(prepared.tokenizer))
+        sync = connect_sync(cfg, self.policy, engines, len(prepared.tokenizer), self.view.message)
         scorer = RewardPool(cfg.reward)
         stack.callback(scorer.close)
         stream = PromptStream(prompts=prepared.train, seed=cfg.seed, shuffle=cfg.data.shuffle)

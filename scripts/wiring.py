@@ -1,6 +1,7 @@
 """Which roles a configuration has, the processes that they run in, and the sync between policy and engines."""
 
 import random
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -61,19 +62,17 @@ def start_in_turn(groups: dict[str, RankGroup]) -> Future[None]:
 
 
 def connect_sync(
-    cfg: Config, policy: ActorPolicy, info: dict[str, Any], engines: EngineGroup, vocabulary: int
+    cfg: Config, policy: ActorPolicy, engines: EngineGroup, vocabulary: int, say: Callable[[str], None]
 ) -> WeightSync:
-    """Pushes from the policy, whose `manifest` gave `info`, to the engines, which are connected to it here."""
-    engines.connect(info)
-    buckets = info["manifest"]["buckets"]
+    """Pushes from the policy to the engines, planned and connected; `say` is told of failures that were mended."""
     return WeightSync(
         policy,
         engines.handles,
-        len(buckets),
-        sum(tensor["nbytes"] for bucket in buckets for tensor in bucket["tensors"]),
         probe_row(vocabulary, cfg.sync.probe_tokens, cfg.seed),
         cfg.probe_bound,
-        cfg.sync.timeout_s,
+        cfg.sync,
+        cfg.cluster.start_timeout_s,
+        say,
     )
 
 

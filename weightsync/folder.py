@@ -1,6 +1,7 @@
 """Reading the headers of a Hugging Face folder: names and shapes, without the weights."""
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -34,3 +35,34 @@ def folder_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
         with safe_open(folder / name, framework="pt") as tensors:
             shapes |= {key: tuple(tensors.get_slice(key).get_shape()) for key in tensors.keys()}  # noqa: SIM118 (no iterator)
     return shapes
+
+
+def differences(
+    sent: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], tied: frozenset[str]
+) -> list[str]:
+    """What keeps tensors of the shapes `sent` from being a whole update of a model with tensors `expected`.
+
+    `tied` names may be missing: they alias another tensor. Empty when the update is whole.
+    """
+    problems = [f"{name}: the engine's model has no such tensor" for name in sent if name not in expected]
+    problems += [f"{name}: missing from the update" for name in expected if name not in sent and name not in tied]
+    problems += [
+        f"{name}: shape {shape} sent, {tuple(expected[name])} expected"
+        for name, shape in sent.items()
+        if name in expected and tuple(expected[name]) != shape
+    ]
+    return problems
+
+
+def in_groups(shapes: Mapping[str, tuple[int, ...]], item_bytes: int, limit_bytes: int) -> list[list[str]]:
+    """The names in their order, in groups of at most `limit_bytes`; a larger tensor is alone."""
+    groups: list[list[str]] = [[]]
+    used = 0
+    for name, shape in shapes.items():
+        size = math.prod(shape) * item_bytes
+        if used and used + size > limit_bytes:
+            groups.append([])
+            used = 0
+        groups[-1].append(name)
+        used += size
+    return groups

@@ -1,119 +1,165 @@
-"""The engine's end of a push: a weight-transfer backend that vLLM loads into each of its workers.
+"""The engine's end of a push: what vLLM mixes into each of its workers (`worker_extension_cls`).
 
-Named by `worker_extension_cls`, so that vLLM imports this module in every worker before the model loads; importing it
-registers the backend. vLLM drives it in four phases: init, start, update (once for each bucket), finish.
+A push has three phases here, and may fail in each of them, which leaves the model unusable until a whole push has gone
+through: begin, load (once for each round of buckets), finish. Loading goes by vLLM's layerwise reload: a module's
+tensors are made anew, filled in, and turned into what its kernels use when the last element has arrived.
 """
 
-from dataclasses import dataclass, field
+import pickle
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
-from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process, get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import materialize_layer
 
-from weightsync.channels.shm import checksum, open_ring, slot_of, views
-from weightsync.folder import folder_shapes
-from weightsync.manifest import Manifest, differences
-
-BACKEND = "tandem_shm"
+from weightsync.channels.channel import open_inlet
+from weightsync.folder import differences, folder_shapes
+from weightsync.plan import Bucket, Item, Link, Seat, Wanted, fingerprint, narrowed
+from weightsync.record import record, restore
+from weightsync.sender import digests, piece_of
 
 
 class WorkerExtension:
-    """vLLM mixes this into its worker, and so imports this module there."""
+    """vLLM mixes this into its worker."""
 
-    def attempt(self, method: str, kwargs: dict[str, Any]) -> str:
-        """Calls a method of the worker; returns why it failed, or nothing.
+    def attempt(self, method: str, arguments: bytes) -> tuple[str, bytes]:
+        """Calls a method of the receiver; gives why it failed, or nothing, and its result.
+
+        Pickled both ways: vLLM's own serializer knows few types.
 
         It never raises: of several workers vLLM asks no further than the first that does, and from then on takes the
         others' late answers for those to its next calls.
         """
-        try:
-            getattr(self, method)(**kwargs)
-        except Exception as error:
-            return str(error) or repr(error)
-        return ""
-
-    def begin_weight_update(self) -> None:
-        """Starts an update, and gives up one that was left half done: a whole push repairs what that left behind."""
         worker: Any = self
-        worker._weight_update_active = False
-        worker.start_weight_update()
+        try:
+            if not hasattr(worker, "tandem"):
+                worker.tandem = Receiver(worker.model_runner.get_model(), worker.model_config, worker.rank)
+            with set_current_vllm_config(worker.vllm_config), torch.no_grad():
+                return "", pickle.dumps(getattr(worker.tandem, method)(*pickle.loads(arguments)))
+        except Exception as error:
+            return str(error) or repr(error), b""
+
+    def make_room_between_stages(self) -> None:
+        """What vLLM's CPU backend forgets with pipeline stages: the memory for what comes from the stage before."""
+        runner = self.model_runner  # type: ignore[attr-defined]
+        if runner.intermediate_tensors is None:
+            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+            )
 
 
-@dataclass
-class ShmInit(WeightTransferInitInfo):
-    """Where the ring is, and what every push will carry."""
+class Receiver:
+    """One worker of an engine."""
 
-    path: str = ""
-    slot_bytes: int = 0
-    num_slots: int = 0
-    manifest: dict[str, Any] = field(default_factory=dict)
-    fingerprint: str = ""
+    def __init__(self, model: Any, model_config: Any, rank: int):
+        self.model, self.model_config, self.rank = model, model_config, rank
 
+    def wanted(self, shapes: dict[str, tuple[int, ...]], dtype: str) -> Wanted:
+        """What this worker wants of tensors of these shapes.
 
-@dataclass
-class ShmUpdate(WeightTransferUpdateInfo):
-    """One bucket: its number (its slot is the number modulo the ring's size) and the checksum of its bytes."""
-
-    bucket: int = 0
-    checksum: int = 0
-
-
-class ShmEngine(WeightTransferEngine[ShmInit, ShmUpdate]):
-    init_info_cls, update_info_cls = ShmInit, ShmUpdate
-
-    def init_transfer_engine(self, init_info: ShmInit) -> None:
-        """Opens the ring and checks the manifest against the model's files, before anything can change."""
-        manifest = Manifest.from_dict(init_info.manifest)
-        if manifest.fingerprint() != init_info.fingerprint:
-            raise ValueError(f"weight manifest arrived damaged: {manifest.fingerprint()}, sent {init_info.fingerprint}")
-        shapes = folder_shapes(Path(self.model_config.model))
-        tied = (
-            frozenset({"lm_head.weight"})
-            if self.model_config.hf_config.get_text_config().tie_word_embeddings
-            else frozenset()
-        )
-        problems = differences(manifest, shapes, tied)
+        Raises ValueError when they are not those of the model's folder.
+        """
+        expected = folder_shapes(Path(self.model_config.model))
+        tied = {"lm_head.weight"} if self.model_config.hf_config.get_text_config().tie_word_embeddings else set()
+        problems = differences(shapes, expected, frozenset(tied))
         if problems:
             more = f"\n  and {len(problems) - 8} more" if len(problems) > 8 else ""
             raise ValueError(
                 "the trainer's weights do not fit the engine's model:\n  " + "\n  ".join(problems[:8]) + more
             )
-        self.manifest, self.slot_bytes, self.num_slots = manifest, init_info.slot_bytes, init_info.num_slots
-        self.memory = open_ring(init_info.path, self.slot_bytes, self.num_slots)
-        self.received: set[int] = set()
+        self.wants = record(self.model, list(shapes), list(shapes.values()), dtype)
+        return self.wants
 
-    def start_weight_update(self) -> None:
-        self.received = set()
+    def connect(self, seats: Sequence[Seat], links: Sequence[Link]) -> None:
+        """Opens the ranks' channels. `seats` has the place of each of the engine's workers, in their order."""
+        self.seat, self.links = seats[self.rank], {link.rank: link for link in links}
+        for link in links:
+            if link.stream.fingerprint() != link.signed:
+                raise ValueError(f"the plan of policy rank {link.rank} arrived damaged")
+        self.inlets = {
+            link.rank: open_inlet(link.address, self.seat.reader, self.seat.member)
+            for link in sorted(links, key=lambda link: link.rank)
+        }
+        sizes = np.zeros(len(self.wants.buffers), np.int64)
+        np.add.at(sizes, self.wants.regions.buffer, self.wants.regions.num_elements)
+        self.expected = dict.fromkeys(self.wants.modules, 0)
+        for buffer, size in zip(self.wants.buffers, sizes.tolist(), strict=True):
+            self.expected[buffer.module] += size
+        self.covered = {(b.module, b.name): size for b, size in zip(self.wants.buffers, sizes.tolist(), strict=True)}
+
+    def begin(self, modules: Sequence[str] | None) -> None:
+        """Prepares for a push of these modules (None: all). One that was left half done is given up."""
+        chosen = None if modules is None else set(modules)
+        self.left = {m: count for m, count in self.expected.items() if chosen is None or m in chosen}
+        self.current = {
+            rank: link.stream if chosen is None else narrowed(link.stream, chosen) for rank, link in self.links.items()
+        }
+        self.begun: set[str] = set()
+        self.held: dict[tuple[int, int, int], int] = {}
+        self.modules = dict(self.model.named_modules())
+        # vLLM's last step is to renew what these derive from the weights of other modules.
+        derived = {name for name, module in self.modules.items() if is_deferred_attention_layer(module)}
         initialize_layerwise_reload(self.model)
+        restore(self.model, self.left.keys() | derived)
 
-    def receive_weights(self, update_info: ShmUpdate) -> None:
-        """Loads one bucket. Raises ValueError when its bytes are not those that were signed."""
-        bucket = self.manifest.buckets[update_info.bucket]
-        slot = slot_of(self.memory, update_info.bucket % self.num_slots, self.slot_bytes)
-        found = checksum(slot, bucket.nbytes)
-        if found != update_info.checksum:
-            raise ValueError(
-                f"bucket {update_info.bucket}: checksum {found:016x} of the bytes, {update_info.checksum:016x} signed"
+    def load(self, items: Sequence[Item]) -> None:
+        """Loads one round's buckets. Raises ValueError when bytes are not those that were signed."""
+        for item in items:
+            bucket = self.current[item.rank].buckets[item.number]
+            if bucket.reader == self.seat.reader:
+                self._load(item, bucket, self.inlets[item.rank].receive(item.slot, bucket.nbytes))
+
+    def _load(self, item: Item, bucket: Bucket, memory: torch.Tensor) -> None:
+        found = digests(memory, bucket)
+        for segment, have, want in zip(bucket.segments, found, item.digests, strict=True):
+            if have != want:
+                raise ValueError(
+                    f"bucket {item.number} of policy rank {item.rank}, {segment.module}: digest {have:016x} of the "
+                    f"bytes, {want:016x} signed"
+                )
+        for segment in bucket.segments:
+            self._fill(bucket, memory, segment.module, range(segment.first, segment.last))
+        self.held |= {(item.rank, item.number, nth): digest for nth, digest in enumerate(found)}
+
+    def _fill(self, bucket: Bucket, memory: torch.Tensor, name: str, moves: range) -> None:
+        module, wanted, m = self.modules[name], self.wants, bucket.moves
+        info = get_layerwise_info(module)
+        if name not in self.begun:
+            materialize_layer(module, info)
+            for parameter, tensor in [*module._parameters.items(), *module._buffers.items()]:
+                size = self.covered.get((name, parameter))
+                if size is not None and tensor is not None and size < tensor.numel():
+                    tensor.data.zero_()  # rows of padding
+            self.begun.add(name)
+        for k in moves:
+            buffer, offset = int(m.target[k]), int(bucket.offset[k])
+            count, length = int(m.count[k]), int(m.length[k])
+            target = getattr(module, wanted.buffers[buffer].name).data
+            target.as_strided((count, length), (int(m.target_row[k]), int(m.target_col[k])), int(m.target_at[k])).copy_(
+                piece_of(memory, wanted, buffer, offset, count, length)
             )
-        with torch.no_grad():
-            self.model.load_weights(views(slot, bucket))
-        self.received.add(update_info.bucket)
+            self.left[name] -= count * length
+        if self.left[name] == 0:
+            info.load_numel = info.load_numel_total or 0
+            info.loaded_weights.clear()
+            _layerwise_process(module, info)
 
-    def finish_weight_update(self) -> None:
-        missing = sorted(set(range(len(self.manifest.buckets))) - self.received)
+    def finish(self) -> str:
+        """Puts the new weights to use; gives the fingerprint of all that arrived."""
+        missing = [name for name, count in self.left.items() if count]
         if missing:
-            raise ValueError(
-                f"buckets {missing} of {len(self.manifest.buckets)} never arrived; the engine must stay paused"
-            )
+            more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+            raise ValueError(f"never arrived whole: {', '.join(missing[:8])}{more}; the engine must stay paused")
         finalize_layerwise_reload(self.model, self.model_config)
         repack(self.model)
-
-    def shutdown(self) -> None:
-        self.memory = torch.empty(0)
+        return fingerprint(self.held)
 
 
 def repack(model: torch.nn.Module) -> int:
@@ -137,7 +183,3 @@ def repack(model: torch.nn.Module) -> int:
             experts.process_weights_after_loading(module)
             count += 1
     return count
-
-
-if BACKEND not in WeightTransferEngineFactory._registry:
-    WeightTransferEngineFactory.register_engine(BACKEND, ShmEngine)

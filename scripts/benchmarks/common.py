@@ -45,7 +45,8 @@ FIELDS: dict[str, type | tuple[type, ...]] = {
     "ratios": dict,
     "took_s": (int, float),
 }
-LABELS: dict[str, type] = {"layout": str, "legal": bool, "reason": str}
+LABELS: dict[str, type] = dict.fromkeys(("layout", "reason", "model", "train", "engine", "channel", "mode"), str)
+LABELS |= {"legal": bool}
 MACHINE_FIELDS: dict[str, type] = {"cpu": str, "cores": int, "ram_bytes": int, "os": str}
 
 
@@ -239,7 +240,6 @@ class Parts:
     policy: Any
     engines: Any = None
     sync: Any = None
-    manifest: dict[str, Any] | None = None
 
 
 @contextmanager
@@ -268,9 +268,7 @@ def start_parts(cfg: Config, prepared: Prepared, with_engines: bool) -> Iterator
             future.result()
         parts = Parts(cluster=cluster, group=group, policy=ActorPolicy(cfg, group), engines=engines)
         if engines is not None:
-            info = parts.policy.manifest()
-            parts.manifest = info["manifest"]
-            parts.sync = connect_sync(cfg, parts.policy, info, engines, len(prepared.tokenizer))
+            parts.sync = connect_sync(cfg, parts.policy, engines, len(prepared.tokenizer), say)
         yield parts
 
 

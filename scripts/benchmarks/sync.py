@@ -5,7 +5,9 @@ memory that already holds every tensor and is mapped and touched, and one copy o
 """
 
 import argparse
+import math
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,32 +15,31 @@ import ray
 import torch
 from safetensors import safe_open
 
+from rl.faults import SyncError
 from rollout.preflight import prepare
 from scripts.benchmarks.common import Result, Row, bench_config, make_result, medians, say, start_parts
-from weightsync.channels.shm import open_ring, slot_of, views
-from weightsync.manifest import Bucket, Manifest
-from weightsync.sender import Sender
+from scripts.benchmarks.sync_matrix import LIMIT, MODELS, measure_matrix
+from weightsync.channels.shm import Ring, open_ring
+from weightsync.folder import own_shapes
+from weightsync.plan import aligned
 
 
 def measure(args: argparse.Namespace) -> Result:
     cfg = bench_config(args)
     prepared = prepare(cfg)
-    rows: list[Row] = []
+    rows: list[Row] = [] if args.skip_matrix else measure_matrix(list(MODELS))
+    wrong = [row["variant"] for row in rows if row["legal"] and not row["max_logprob_diff"] <= LIMIT]
+    if wrong:
+        raise SyncError(f"engines that do not hold the trainer's weights (gap above {LIMIT:g}): {'; '.join(wrong)}")
     with start_parts(cfg, prepared, with_engines=True) as parts:
         handle = parts.engines.handles[0]
-        assert parts.manifest is not None
-        manifest = Manifest.from_dict(parts.manifest)
-        whole = fill_memory(manifest, Path(args.model))
-        ring = whole.ring
+        whole = fill_memory(Path(args.model), cfg.trainer.dtype.value)
         for repeat in range(args.repeats + 1):  # the first warms both sides up
             started = time.monotonic()
             metrics = parts.sync.push(version=repeat)
             push_s = time.monotonic() - started
             handle.pause().result()
-            loading = handle.actor._rpc.remote(
-                load_warm, path=ring.path, slot_bytes=ring.slot_bytes, manifest=parts.manifest
-            )
-            (load,) = ray.get(loading, timeout=cfg.sync.timeout_s)
+            (load,) = ray.get(handle.actor._rpc.remote(load_warm, warm=whole.info), timeout=cfg.sync.timeout_s)
             if repeat:
                 probe_s = metrics["sync/probe_s"]
                 push = {
@@ -50,8 +51,10 @@ def measure(args: argparse.Namespace) -> Result:
                 rows.append({"variant": "push", "repeat": repeat - 1} | push)
                 rows.append({"variant": "load + memcpy", "repeat": repeat - 1} | load)
             say(f"{repeat}/{args.repeats}: push {push_s:.3f} s, load + memcpy {load['total_s']:.3f} s")
-        ring.close()
-    found = medians(rows)
+        whole.ring.close()
+        num_bytes = parts.sync.num_bytes
+        num_rounds = max(len(link.stream.buckets) for link in parts.sync.links)
+    found = medians([row for row in rows if row["variant"] in ("push", "load + memcpy")])
     yardstick_s = found["load + memcpy"]["load_s"] + found["load + memcpy"]["memcpy_s"]
     ratios: dict[str, float | None] = {
         "push_vs_load": found["push"]["total_s"] / yardstick_s,
@@ -62,52 +65,60 @@ def measure(args: argparse.Namespace) -> Result:
         rows,
         ratios,
         dtype=cfg.trainer.dtype.value,
-        num_bytes=manifest.total_bytes,
-        num_buckets=len(manifest.buckets),
+        num_bytes=num_bytes,
+        num_rounds=num_rounds,
         probe_tokens=cfg.sync.probe_tokens,
     )
 
 
-def fill_memory(manifest: Manifest, folder: Path) -> Sender:
-    """Shared memory with a slot for every bucket, filled from the model's files."""
-    sender = Sender(manifest, len(manifest.buckets))
-    for index, bucket in enumerate(manifest.buckets):
-        sender.pack(index, read_bucket(bucket, folder))
-    return sender
+@dataclass
+class Warm:
+    """Shared memory that holds a whole model: what to tell another process of it, and the memory."""
+
+    info: dict[str, Any]
+    ring: Ring
 
 
-def read_bucket(bucket: Bucket, folder: Path) -> dict[str, torch.Tensor]:
-    """The tensors of one bucket, from whichever safetensors file holds them."""
-    wanted = {tensor.name for tensor in bucket.tensors}
-    found: dict[str, torch.Tensor] = {}
+def fill_memory(folder: Path, dtype: str) -> Warm:
+    """Shared memory with every tensor of the model's files."""
+    shapes = own_shapes(folder)
+    kind: torch.dtype = getattr(torch, dtype)
+    offsets, end = {}, 0
+    for name, shape in shapes.items():
+        offsets[name], end = end, end + aligned(math.prod(shape) * kind.itemsize)
+    ring = Ring(end, 1)
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
-            found |= {name: tensors.get_tensor(name) for name in wanted & set(tensors.keys())}
-    return found
+            for name in shapes.keys() & set(tensors.keys()):
+                view_of(ring.memory, offsets[name], shapes[name], kind).copy_(tensors.get_tensor(name))
+    places = [(name, offsets[name], shape) for name, shape in shapes.items()]
+    return Warm({"path": ring.path, "nbytes": end, "dtype": dtype, "places": places}, ring)
 
 
-def load_warm(worker: Any, path: str, slot_bytes: int, manifest: dict[str, Any]) -> dict[str, float]:
+def view_of(memory: torch.Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return memory[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+
+def load_warm(worker: Any, warm: dict[str, Any]) -> dict[str, float]:
     """Runs in the engine's worker: seconds of one whole reload from warm memory, and of one copy of its bytes."""
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
     from weightsync.receiver import repack
 
-    buckets = Manifest.from_dict(manifest).buckets
-    memory = open_ring(path, slot_bytes, max(2, len(buckets)))
+    memory = open_ring(warm["path"], warm["nbytes"], 1)
     memory.max()  # maps every page here
+    kind = getattr(torch, warm["dtype"])
     model = worker.get_model()
     started = time.monotonic()
     with torch.no_grad():
         initialize_layerwise_reload(model)
-        slots = [slot_of(memory, index, slot_bytes) for index in range(len(buckets))]
-        model.load_weights(pair for slot, bucket in zip(slots, buckets, strict=True) for pair in views(slot, bucket))
+        model.load_weights((name, view_of(memory, at, tuple(shape), kind)) for name, at, shape in warm["places"])
         finalize_layerwise_reload(model, worker.vllm_config.model_config)
         repack(model)
     load_s = time.monotonic() - started
-    source = memory[: sum(bucket.nbytes for bucket in buckets)]
-    target = torch.zeros_like(source)
+    target = torch.zeros_like(memory)
     target.fill_(1)
     started = time.monotonic()
-    target.copy_(source)
+    target.copy_(memory)
     memcpy_s = time.monotonic() - started
     return {"total_s": load_s + memcpy_s, "load_s": load_s, "memcpy_s": memcpy_s}

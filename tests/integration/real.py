@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -130,23 +131,15 @@ def restart(group: RankGroup, cfg: Config, folder: Path, frozen: bool = False) -
 def start_engines(cluster: Cluster, cfg: Config, *folders: Path) -> EngineGroup:
     """The engines of a configuration, each with the model of its folder loaded; paused, as always before a push."""
     engines = EngineGroup(cfg, cluster, str(folders[0]))
-    starts = [h.actor.start.remote(str(f), 1) for h, f in zip(engines.handles, folders, strict=True)]
+    starts = [handle.start(str(folder), 1) for handle, folder in zip(engines.handles, folders, strict=True)]
     wait_all(starts, [handle.name for handle in engines.handles], "start", START_S)
     return engines
 
 
-def connect(policy: ActorPolicy, handles: Sequence[EngineHandle], probe: list[int]) -> WeightSync:
+def connect(policy: Any, handles: Sequence[Any], probe: list[int]) -> WeightSync:
     """A push from this policy into these engines, as scripts/train.py puts it together."""
-    info = policy.manifest()
-    offer(handles, info)
-    buckets = info["manifest"]["buckets"]
-    return WeightSync(policy, handles, len(buckets), 0, probe, policy.cfg.probe_bound, ANSWER_S)
-
-
-def offer(handles: Sequence[EngineHandle], info: dict[str, Any]) -> None:
-    """The init phase for some engines. Raises what an engine raises."""
-    names = [handle.name for handle in handles]
-    wait_all([handle.actor.init_sync.remote(info) for handle in handles], names, "sync init", ANSWER_S)
+    sync = replace(policy.cfg.sync, timeout_s=ANSWER_S)
+    return WeightSync(policy, handles, probe, policy.cfg.probe_bound, sync, START_S)
 
 
 def export(policy: ActorPolicy, source: Path, out: Path) -> Path:

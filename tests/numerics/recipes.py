@@ -104,10 +104,9 @@ def plain_results(folder: Path, batch: Batch, recipes: tuple[str, ...]) -> dict[
 
 
 def weights_of(policy: ActorPolicy, folder: Path, out: Path) -> dict[str, torch.Tensor]:
-    """The live weights, by way of an export; the manifest of a push lists the same names and shapes."""
+    """The live weights, by way of an export; a push carries the same names and shapes."""
     found = load_file(export(policy, folder, out) / "model.safetensors")
-    listed = {t["name"]: tuple(t["shape"]) for b in policy.manifest()["manifest"]["buckets"] for t in b["tensors"]}
-    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == listed
+    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == policy.shapes()
     return found
 
 

@@ -4,6 +4,7 @@ Each push carries *different random* weights: with the same weights, or with sma
 looks right. Compared with plain transformers in fp32.
 """
 
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -34,7 +35,6 @@ from tests.integration.real import (
     is_silent,
     load_hf,
     make_request,
-    offer,
     random_folder,
     random_ids,
     restart,
@@ -43,10 +43,9 @@ from tests.integration.real import (
     started_cluster,
     submit,
 )
-from tests.unit.stand_ins import make_cfg
-from weightsync.channels.shm import open_ring, slot_of
-from weightsync.manifest import Bucket, Manifest
-from weightsync.sync import WeightSync
+from tests.unit.stand_ins import done, make_cfg
+from weightsync.channels.shm import RingReader
+from weightsync.sender import NUM_SLOTS
 
 pytestmark = [pytest.mark.numerics, pytest.mark.timeout(180)]
 
@@ -172,7 +171,6 @@ def test_two_pushes_in_a_row_of_different_weights(
     assert len(handles) == (2 if kind == "tied" else 1)
     policy = world.policy(f"{kind}-1", stage, ranks, mismatch_limit=1e9)
     sync = connect(policy, handles, PROBE)
-    assert sync.num_buckets >= 1
     assert sync.push(1)["sync/probe_max"] <= LARGEST
     assert_holds(handles, source, 1)
     train(policy)
@@ -184,11 +182,11 @@ def test_two_pushes_in_a_row_of_different_weights(
 
 def test_pushes_of_several_buckets_through_a_ring_of_two_slots(world: World) -> None:
     cfg = config()
-    cfg = replace(cfg, sync=replace(cfg.sync, bucket_bytes=1 << 16))
+    cfg = replace(cfg, sync=replace(cfg.sync, bucket_bytes=1 << 17))
     for version, name in enumerate(("tied-1", "tied-2"), start=5):
         policy = restart(world.groups[1], cfg, world.folders[name])
         sync = connect(policy, world.handles("tied"), PROBE)
-        assert sync.num_buckets > cfg.sync.num_slots
+        assert max(len(link.stream.buckets) for link in sync.links) > NUM_SLOTS
         sync.push(version)
         assert_holds(world.handles("tied"), world.folders[name], version)
 
@@ -251,28 +249,30 @@ def test_requests_in_flight_split_at_the_push(world: World) -> None:
 # -- pushes that go wrong --
 
 
-def changed(info: dict[str, Any], change: Callable[[list[Any]], list[Any]]) -> dict[str, Any]:
-    """The init info of a push whose last bucket's tensors went through `change`; honestly signed."""
-    manifest = Manifest.from_dict(info["manifest"])
-    last = manifest.buckets[-1]
-    tensors = tuple(change(list(last.tensors)))
-    wrong = Manifest(buckets=(*manifest.buckets[:-1], Bucket(tensors=tensors, nbytes=last.nbytes)))
-    return info | {"manifest": wrong.to_dict(), "fingerprint": wrong.fingerprint()}
+class Around:
+    """A source or an engine that does what `inner` does, but for what a subclass says."""
+
+    def __init__(self, inner: Any):
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
 
 
 NORM = "model.norm.weight"
+Shapes = dict[str, tuple[int, ...]]
 
 
-def drop(tensors: list[Any]) -> list[Any]:
-    return [tensor for tensor in tensors if tensor.name != NORM]
+def drop(shapes: Shapes) -> Shapes:
+    return {name: shape for name, shape in shapes.items() if name != NORM}
 
 
-def rename(tensors: list[Any]) -> list[Any]:
-    return [replace(tensor, name="model.norm.wait") if tensor.name == NORM else tensor for tensor in tensors]
+def rename(shapes: Shapes) -> Shapes:
+    return {"model.norm.wait" if name == NORM else name: shape for name, shape in shapes.items()}
 
 
-def misshape(tensors: list[Any]) -> list[Any]:
-    return [replace(tensor, shape=(8, 8)) if tensor.name == NORM else tensor for tensor in tensors]
+def misshape(shapes: Shapes) -> Shapes:
+    return {name: (8, 8) if name == NORM else shape for name, shape in shapes.items()}
 
 
 @pytest.mark.parametrize(
@@ -284,26 +284,27 @@ def misshape(tensors: list[Any]) -> list[Any]:
     ],
 )
 def test_update_that_does_not_fit_is_refused_before_it_starts(
-    world: World, change: Callable[[list[Any]], list[Any]], message: str
+    world: World, change: Callable[[Shapes], Shapes], message: str
 ) -> None:
     handles = world.handles("tied")
     policy = world.policy("tied-2")
     ray.get([handle.actor.pause.remote() for handle in handles], timeout=60)
-    info = policy.manifest()
-    assert any(t["name"] == NORM for t in info["manifest"]["buckets"][-1]["tensors"])
+    other: Any = Around(policy)
+    other.shapes = lambda: change(policy.shapes())
     for handle in handles:
-        with pytest.raises(ValueError, match=message):
-            offer([handle], changed(info, change))
+        with pytest.raises(SyncError, match=f"weight sync, phase plan: {handle.name} failed: (.|\n)*{message}"):
+            connect(other, [handle], PROBE)
     repaired(handles, policy, world.folders["tied-2"])
 
 
-def test_manifest_that_arrives_damaged_is_refused(world: World) -> None:
+def test_plan_that_arrives_damaged_is_refused(world: World) -> None:
     handles = world.handles("untied")
     policy = world.policy("untied-2")
     ray.get([handle.actor.pause.remote() for handle in handles], timeout=60)
-    info = policy.manifest()
-    with pytest.raises(ValueError, match="weight manifest arrived damaged"):
-        offer(handles, info | {"manifest": changed(info, misshape)["manifest"]})
+    other: Any = Around(policy)
+    other.plan = lambda *args: [replace(link, signed="0" * 16) for link in policy.plan(*args)]
+    with pytest.raises(SyncError, match="the plan of policy rank 0 arrived damaged"):
+        connect(other, handles, PROBE)
     repaired(handles, policy, world.folders["untied-2"])
 
 
@@ -321,108 +322,116 @@ def repaired(handles: Sequence[EngineHandle], policy: ActorPolicy, folder: Path)
     assert_holds(handles, folder, 7)
 
 
-@dataclass
-class Flipped:
-    """A source that damages one byte of a bucket after signing it."""
+class Flipped(Around):
+    """A source that damages one byte of a round's bucket after signing it."""
 
-    policy: ActorPolicy
-    info: dict[str, Any]
-    bucket: int
+    def __init__(self, policy: ActorPolicy, number: int, times: int):
+        super().__init__(policy)
+        self.number, self.times = number, times
 
-    def pack(self, bucket: int) -> Future[int]:
-        checksum: Future[int] = Future()
-        checksum.set_result(self.policy.pack(bucket).result(timeout=60))
-        if bucket == self.bucket:
-            slots, size = self.info["num_slots"], self.info["slot_bytes"]
-            memory = open_ring(self.info["path"], size, slots)
-            slot_of(memory, bucket % slots, size)[100] ^= 0x10
-        return checksum
+    def plan(self, *args: Any) -> Any:
+        (self.link,) = links = self.inner.plan(*args)
+        return links
 
-    def probe(self, row: list[int]) -> Future[list[float]]:
-        return self.policy.probe(row)
+    def pack(self, numbers: list[int | None], slot: int) -> Future[Any]:
+        digests: Future[Any] = Future()
+        digests.set_result(self.inner.pack(numbers, slot).result(timeout=60))
+        if numbers == [self.number] and self.times:
+            self.times -= 1
+            RingReader(self.link.address).receive(slot, 200)[100] ^= 0x10
+        return digests
 
 
-@dataclass
-class OtherProbe:
-    """A source whose own log-probabilities are those of other weights: what an engine with old weights looks like."""
+class OtherProbe(Around):
+    """A source whose log-probabilities are once those of other weights: what an engine with old weights looks like."""
 
-    policy: ActorPolicy
-    lm: Any
-
-    def pack(self, bucket: int) -> Future[int]:
-        return self.policy.pack(bucket)
+    def __init__(self, policy: ActorPolicy, lm: Any):
+        super().__init__(policy)
+        self.lm, self.lies = lm, 1
 
     def probe(self, row: list[int]) -> Future[list[float]]:
-        found: Future[list[float]] = Future()
-        found.set_result(hf_logprobs(self.lm, row).tolist())
-        return found
+        if not self.lies:
+            return self.inner.probe(row)
+        self.lies -= 1
+        return done(hf_logprobs(self.lm, row).tolist())
 
 
-def bucketed(world: World, kind: str, number: int) -> tuple[ActorPolicy, dict[str, Any], int]:
-    """A policy that pushes several buckets, connected; its init info; the number of buckets."""
+def bucketed(world: World, kind: str, number: int) -> ActorPolicy:
+    """A policy that pushes several buckets."""
     cfg = config()
-    cfg = replace(cfg, sync=replace(cfg.sync, bucket_bytes=1 << 16))
-    policy = restart(world.groups[1], cfg, world.folders[f"{kind}-{number}"])
-    info = policy.manifest()
-    offer(world.handles(kind), info)
-    return policy, info, len(info["manifest"]["buckets"])
+    cfg = replace(cfg, sync=replace(cfg.sync, bucket_bytes=1 << 17))
+    return restart(world.groups[1], cfg, world.folders[f"{kind}-{number}"])
 
 
-def push_of(source: Any, handles: Sequence[EngineHandle], num_buckets: int) -> WeightSync:
-    return WeightSync(source, handles, num_buckets, 0, PROBE, 1e-3, 60.0)
+def mended(source: Any, handles: Sequence[Any], folder: Path, why: str) -> None:
+    """A push that fails once, for this reason, ends well: the engine gets another."""
+    sync = connect(source, handles, PROBE)
+    said: list[str] = []
+    sync.say = said.append
+    metrics = sync.push(6)
+    assert len(said) == metrics["sync/num_resent"] > 0
+    assert all(re.search(why + "(.|\n)*; resend$", line) for line in said), said
+    assert_holds(handles, folder, 6)
 
 
 @pytest.mark.parametrize("kind", ["tied", "untied"])
 @pytest.mark.parametrize("bucket", [0, 1])
-def test_flipped_bit_is_named_and_a_full_push_repairs(world: World, kind: str, bucket: int) -> None:
-    policy, info, num_buckets = bucketed(world, kind, 1)
-    handles = world.handles(kind)
-    with pytest.raises(SyncError, match=rf"push of version 6, phase load bucket {bucket}: .*bucket {bucket}: checksum"):
-        push_of(Flipped(policy, info, bucket), handles, num_buckets).push(6)
-    repaired(handles, policy, world.folders[f"{kind}-1"])
+def test_flipped_bit_is_named_and_sent_again(world: World, kind: str, bucket: int) -> None:
+    policy, handles = bucketed(world, kind, 1), world.handles(kind)
+    found = rf"push of version 6, phase load round {bucket}: .*bucket {bucket} of policy rank 0, model\..*: digest"
+    mended(Flipped(policy, bucket, times=1), handles, world.folders[f"{kind}-1"], found)
+
+
+class Deaf(Around):
+    """An engine that hears nothing of the second round."""
+
+    rounds = 0
+
+    def load(self, items: Any) -> Future[Any]:
+        self.rounds += 1
+        return done(None) if self.rounds == 2 else self.inner.load(items)
 
 
 @pytest.mark.parametrize("kind", ["tied", "untied"])
-def test_missing_bucket_is_named_and_a_full_push_repairs(world: World, kind: str) -> None:
-    policy, _, num_buckets = bucketed(world, kind, 2)
-    handles = world.handles(kind)
-    wanted = rf"phase finish: rollout engine \d failed: .*buckets \[{num_buckets - 1}\] of {num_buckets} never arrived"
-    with pytest.raises(SyncError, match=wanted):
-        push_of(policy, handles, num_buckets - 1).push(6)
-    repaired(handles, policy, world.folders[f"{kind}-2"])
+def test_missing_bucket_is_named_and_sent_again(world: World, kind: str) -> None:
+    policy, handles = bucketed(world, kind, 2), [Deaf(handle) for handle in world.handles(kind)]
+    why = r"phase finish: rollout engine \d failed: never arrived whole: model\..*; the engine must stay paused"
+    mended(policy, handles, world.folders[f"{kind}-2"], why)
 
 
-@dataclass
-class Failing:
+class Failing(Around):
     """A source that cannot pack bucket 1."""
 
-    policy: ActorPolicy
-
-    def pack(self, bucket: int) -> Future[int]:
-        if bucket == 0:
-            return self.policy.pack(bucket)
+    def pack(self, numbers: list[int | None], slot: int) -> Future[Any]:
+        if numbers == [0]:
+            return self.inner.pack(numbers, slot)
         failed: Future[int] = Future()
         failed.set_exception(RuntimeError("the trainer is gone"))
         return failed
 
-    def probe(self, row: list[int]) -> Future[list[float]]:
-        return self.policy.probe(row)
-
 
 def test_update_left_half_done_is_given_up_by_the_next_push(world: World) -> None:
-    policy, _, num_buckets = bucketed(world, "tied", 1)
-    handles = world.handles("tied")
-    with pytest.raises(SyncError, match="phase pack bucket 1: policy rank 0 failed: the trainer is gone"):
-        push_of(Failing(policy), handles, num_buckets).push(6)
+    policy, handles = bucketed(world, "tied", 1), world.handles("tied")
+    with pytest.raises(SyncError, match="phase pack round 1: the policy's ranks failed: the trainer is gone"):
+        connect(Failing(policy), handles, PROBE).push(6)
     repaired(handles, policy, world.folders["tied-1"])
 
 
-def test_engine_with_other_weights_than_the_trainer_stays_paused(world: World) -> None:
-    policy, _, num_buckets = bucketed(world, "tied", 1)
-    handles = world.handles("tied")
-    with pytest.raises(SyncError, match="rollout engine 0 does not hold the trainer's weights of version 6"):
-        push_of(OtherProbe(policy, load_hf(world.folders["tied-2"])), handles, num_buckets).push(6)
-    repaired(handles, policy, world.folders["tied-1"])
+def test_engine_with_other_weights_than_the_trainer_gets_them(world: World) -> None:
+    policy, handles = bucketed(world, "tied", 1), world.handles("tied")
+    source = OtherProbe(policy, load_hf(world.folders["tied-2"]))
+    why = r"rollout engine \d does not hold the trainer's weights of version 6"
+    mended(source, handles, world.folders["tied-1"], why)
+
+
+def test_engine_that_is_killed_comes_back_with_the_weights(world: World) -> None:
+    policy, handles = world.policy("untied-1"), world.handles("untied")
+    sync = connect(policy, handles, PROBE)
+    sync.push(6)
+    (handle,) = handles
+    ray.kill(handle.actor)
+    assert sync.push(7)["sync/num_restarted"] == 1
+    assert_holds(handles, world.folders["untied-1"], 7)
 
 
 # -- one distribution --

@@ -6,6 +6,7 @@ same faults as a run: an engine with old weights, a gradient scaled wrongly, a p
 
 import asyncio
 import copy
+import math
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -35,9 +36,10 @@ from rl.types import Batch, Completion, Group, Prompt, Sampling, Scores, Status,
 from rollout.engine import Outcome, Request
 from rollout.pool import as_trajectory, derive_seed
 from rollout.rewards import Scored
-from weightsync.channels.shm import checksum, views
-from weightsync.manifest import plan_buckets
-from weightsync.sender import Sender
+from weightsync.channels.shm import Ring, RingReader
+from weightsync.plan import Buffer, Item, Link, Seat, Wanted, fingerprint, narrowed, plan_stream
+from weightsync.regions import Regions
+from weightsync.sender import NUM_SLOTS, Read, Sender, digests, piece_of, plain
 
 VOCAB = 12
 LIKED = 3  # the token that the reward counts
@@ -274,17 +276,44 @@ class FunctionScorer:
             return Scored(reward=None, status=Status.reward_failed, error=f"{type(error).__name__}: {error}")
 
 
+def whole_tensors(shapes: dict[str, tuple[int, ...]]) -> Regions:
+    """Each tensor in one piece, in a buffer of its own number."""
+    sizes = [math.prod(shape) for shape in shapes.values()]
+    return Regions.of([(k, 0, 1, size, size, k, 0, size, 1) for k, size in enumerate(sizes)])
+
+
 class TinySource:
     """weightsync.sync.Source: packs a TinyLm into a real ring."""
 
     def __init__(self, lm: TinyLm):
-        self.lm = lm
-        shapes = {name: tuple(p.shape) for name, p in lm.named_parameters()}
-        self.manifest = plan_buckets(shapes, "float32", 256)
-        self.sender = Sender(self.manifest, 2)
+        self.lm, self.dtype = lm, "float32"
 
-    def pack(self, bucket: int) -> Future[int]:
-        return done(self.sender.pack(bucket, {name: p.detach() for name, p in self.lm.named_parameters()}))
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(p.shape) for name, p in self.lm.named_parameters()}
+
+    def plan(self, readers: list[Wanted], sizes: list[int], name: str) -> list[Link]:
+        stream = plan_stream(whole_tensors(self.shapes()), readers, 256)
+        self.ring = Ring(stream.max_bytes, NUM_SLOTS)
+        self.sender = Sender(stream, readers, self.ring)
+        return [Link(rank=0, stream=stream, signed=stream.fingerprint(), address=self.ring.address)]
+
+    def connect(self) -> Future[None]:
+        return done()
+
+    def sources(self) -> list[Read]:
+        return [plain(p.detach().flatten()) for p in self.lm.parameters()]
+
+    def changed(self) -> Future[list[list[str]]]:
+        return done([self.sender.changed(self.sources())])
+
+    def begin_push(self, modules: list[str] | None) -> Future[None]:
+        self.sender.begin(self.sources(), modules)
+        return done()
+
+    def pack(self, numbers: list[int | None], slot: int) -> Future[list[tuple[int, ...]]]:
+        (number,) = numbers
+        assert number is not None
+        return done([self.sender.pack(number, slot)])
 
     def probe(self, row: list[int]) -> Future[list[float]]:
         return done(score_row(self.lm, row))
@@ -294,7 +323,7 @@ class TinyEngine:
     """An engine around a TinyLm: the pool's EngineClient and the sync's Sink. Requests wait while it is paused."""
 
     def __init__(self, name: str, source: TinySource, seed: int = 99):
-        self.name, self.source, self.lm = name, source, TinyLm(seed)
+        self.name, self.source, self.lm, self.generation = name, source, TinyLm(seed), 1
         self.version, self.paused, self.waiting = -1, True, list[Request]()
         self.outcomes: asyncio.Queue[Outcome] = asyncio.Queue()
         self.loop: asyncio.AbstractEventLoop | None = None
@@ -317,22 +346,46 @@ class TinyEngine:
         self.paused = True
         return done()
 
-    def begin_update(self) -> Future[Any]:
+    def stop(self) -> None:
+        self.stopped = True
+
+    def begin_update(self, modules: list[str] | None) -> Future[Any]:
+        self.stream = self.link.stream if modules is None else narrowed(self.link.stream, modules)
+        self.held: dict[tuple[int, int, int], int] = {}
         return done()
 
-    def load(self, bucket: int, crc: int) -> Future[Any]:
-        ring, plan = self.source.sender.ring, self.source.manifest.buckets[bucket]
-        slot = ring.slot(bucket % ring.num_slots)
-        if checksum(slot, plan.nbytes) != crc:
-            return broken(RuntimeError(f"crc of bucket {bucket}"))
-        parameters = dict(self.lm.named_parameters())
-        for name, tensor in views(slot, plan):
-            parameters[name].data.copy_(tensor)
+    def wanted(self, shapes: dict[str, tuple[int, ...]], dtype: str) -> Future[list[Wanted]]:
+        buffers = tuple(Buffer(module=name, name="weight", dtype=dtype) for name in shapes)
+        self.wants = Wanted(names=tuple(shapes), regions=whole_tensors(shapes), buffers=buffers)
+        return done([self.wants])
+
+    def connect(self, seats: list[Seat], links: list[Link]) -> Future[Any]:
+        (self.link,) = links
+        self.inlet = RingReader(self.link.address)
         return done()
 
-    def finish_update(self, version: int) -> Future[Any]:
+    def restart(self) -> Future[Any]:
+        self.lm, self.paused, self.generation = TinyLm(seed=7), True, self.generation + 1
+        return done()
+
+    def load(self, items: list[Item]) -> Future[Any]:
+        parameters = list(self.lm.parameters())
+        for item in items:
+            bucket = self.stream.buckets[item.number]
+            slot = self.inlet.receive(item.slot, bucket.nbytes)
+            if digests(slot, bucket) != item.digests:
+                return broken(RuntimeError(f"digest of bucket {item.number}"))
+            m = bucket.moves
+            for k in range(len(m)):
+                at, size = int(m.target_at[k]), int(m.count[k] * m.length[k])
+                piece = piece_of(slot, self.wants, int(m.target[k]), int(bucket.offset[k]), 1, size)
+                parameters[int(m.target[k])].data.view(-1)[at : at + size] = piece[0]
+            self.held |= {(0, item.number, k): digest for k, digest in enumerate(item.digests)}
+        return done()
+
+    def finish_update(self, version: int) -> Future[list[str]]:
         self.version = version
-        return done()
+        return done([fingerprint(self.held)])
 
     def probe(self, row: list[int]) -> Future[list[float]]:
         return done(score_row(self.lm, row))

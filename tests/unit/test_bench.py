@@ -19,7 +19,6 @@ from rl.faults import RoleDied
 from rl.types import Prompt
 from scripts import bench
 from scripts.benchmarks import common, layouts, rollout, step, train
-from weightsync.manifest import plan_buckets
 
 
 @pytest.fixture
@@ -260,17 +259,21 @@ def test_the_warm_memory_of_sync_holds_every_tensor(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     from scripts.benchmarks import sync
-    from weightsync.channels.shm import views
 
     weights = {f"model.layers.{i}.w": torch.randn(40, 40) for i in range(5)}
     save_file({k: v for k, v in weights.items() if not k.endswith("4.w")}, tmp_path / "a.safetensors")
     save_file({"model.layers.4.w": weights["model.layers.4.w"]}, tmp_path / "b.safetensors")
-    manifest = plan_buckets({k: tuple(v.shape) for k, v in weights.items()}, "float32", 7000)
-    sender = sync.fill_memory(manifest, tmp_path)
-    found = {n: t for i, bucket in enumerate(manifest.buckets) for n, t in views(sender.ring.slot(i), bucket)}
-    assert len(manifest.buckets) > 3 and found.keys() == weights.keys()
-    assert all(torch.equal(found[name], weights[name]) for name in weights)
-    sender.ring.close()
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {name: "b" if name.endswith("4.w") else "a" for name in weights}})
+        .replace('"a"', '"a.safetensors"')
+        .replace('"b"', '"b.safetensors"')
+    )
+    (tmp_path / "config.json").write_text("{}")
+    warm = sync.fill_memory(tmp_path, "float32")
+    places = warm.info["places"]
+    found = {name: sync.view_of(warm.ring.memory, at, shape, torch.float32) for name, at, shape in places}
+    assert found.keys() == weights.keys() and all(torch.equal(found[name], weights[name]) for name in weights)
+    warm.ring.close()
 
 
 def test_steps_leave_out_what_was_logged_before_the_first(tmp_path: Path) -> None:

@@ -5,12 +5,18 @@ against the size of /dev/shm, and is gone with the last process that maps it, ho
 """
 
 import os
-from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
-import xxhash
 
-from weightsync.manifest import Bucket
+
+@dataclass(frozen=True, kw_only=True)
+class RingAddress:
+    """How another process of this host opens a ring."""
+
+    path: str
+    slot_bytes: int
+    num_slots: int
 
 
 class Ring:
@@ -24,6 +30,16 @@ class Ring:
         self.memory = open_ring(self.path, slot_bytes, num_slots)
         self.memory.zero_()  # touched once here: first-touch faults cost ten times a copy
 
+    @property
+    def address(self) -> RingAddress:
+        return RingAddress(path=self.path, slot_bytes=self.slot_bytes, num_slots=self.num_slots)
+
+    def connect(self) -> None:
+        """As weightsync.channels.channel.Outlet: readers open the memory by themselves."""
+
+    def send(self, index: int, nbytes: int, reader: int) -> None:
+        """As weightsync.channels.channel.Outlet: what is in a slot is there for everybody."""
+
     def slot(self, index: int) -> torch.Tensor:
         """Bytes [slot_bytes] of one slot."""
         return slot_of(self.memory, index, self.slot_bytes)
@@ -35,6 +51,18 @@ class Ring:
             self._fd = -1
 
 
+class RingReader:
+    """A worker's side of a ring."""
+
+    def __init__(self, address: RingAddress):
+        self._slot_bytes = address.slot_bytes
+        self._memory = open_ring(address.path, address.slot_bytes, address.num_slots)
+
+    def receive(self, slot: int, nbytes: int) -> torch.Tensor:
+        """As weightsync.channels.channel.Inlet."""
+        return slot_of(self._memory, slot, self._slot_bytes)
+
+
 def open_ring(path: str, slot_bytes: int, num_slots: int) -> torch.Tensor:
     """Maps a ring of another process: uint8 [num_slots * slot_bytes]. Raises RuntimeError when it cannot be opened."""
     return torch.from_file(path, shared=True, size=slot_bytes * num_slots, dtype=torch.uint8)
@@ -42,15 +70,3 @@ def open_ring(path: str, slot_bytes: int, num_slots: int) -> torch.Tensor:
 
 def slot_of(memory: torch.Tensor, index: int, slot_bytes: int) -> torch.Tensor:
     return memory[index * slot_bytes : (index + 1) * slot_bytes]
-
-
-def views(slot: torch.Tensor, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of each tensor of a bucket, as views into the slot."""
-    for spec in bucket.tensors:
-        raw = slot[spec.offset : spec.offset + spec.nbytes]
-        yield spec.name, raw.view(getattr(torch, spec.dtype)).view(spec.shape)
-
-
-def checksum(slot: torch.Tensor, nbytes: int) -> int:
-    """xxh3 (64 bits) of the first `nbytes` of a slot: finds what crc32 finds, at several times its speed."""
-    return xxhash.xxh3_64_intdigest(slot[:nbytes].numpy())  # type: ignore[arg-type]  # a numpy array is a buffer

@@ -12,7 +12,7 @@ import torch
 from actors.forward import Scorer
 from actors.roles import ActorPolicy
 from conf.choices import Layout
-from conf.schema import Config
+from conf.schema import Config, SyncConfig
 from rl.advantages import broadcast_to_tokens, group_advantages
 from rl.batching import NoValidTrajectories
 from rl.loop import run, scores_before_update
@@ -264,8 +264,7 @@ def test_scores_before_update_only_with_several_optimizer_steps() -> None:
 def pool_roles(cfg: Config, lm: TinyLm, scorer: FunctionScorer, engines: int = 2) -> Roles:
     source = TinySource(lm)
     sinks = [TinyEngine(f"engine {i}", source) for i in range(engines)]
-    num_bytes = source.manifest.total_bytes
-    sync = WeightSync(source, sinks, len(source.manifest.buckets), num_bytes, [1, 2, 3, 4], 1e-6, 20.0)
+    sync = WeightSync(source, sinks, [1, 2, 3, 4], 1e-6, SyncConfig(timeout_s=20.0), 20.0)
     pool = RolloutPool(cfg, sinks, make_stream(cfg), scorer, decode, stop_token_ids=(0,))
     return Roles(policy=SgdPolicy(cfg, lm), rollouts=pool, sync=sync)
 

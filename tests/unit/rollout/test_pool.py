@@ -25,7 +25,7 @@ class ScriptedEngine:
     """Keeps requests until the test says how they end."""
 
     def __init__(self, name: str = "engine 0"):
-        self.name, self.requests = name, list[Request]()
+        self.name, self.requests, self.generation = name, list[Request](), 1
         self.submit_error: Exception | None = None
         self._events: asyncio.Queue[Outcome | Exception] = asyncio.Queue()
         self._loop: asyncio.AbstractEventLoop | None = None

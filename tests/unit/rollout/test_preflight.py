@@ -35,7 +35,7 @@ from conf.schema import (
     TeacherConfig,
     TrainerConfig,
 )
-from rollout.preflight import Prepared, prepare, require_compilers, require_disk, require_memory
+from rollout.preflight import Prepared, prepare, require_compilers, require_disk, require_engine_sizes, require_memory
 
 HEADS, CONTEXT = 4, 1024  # of the tiny model
 GIGABYTE = 10**9
@@ -485,6 +485,21 @@ def test_max_model_len_beyond_the_context_gives_both_numbers(scene: Scene) -> No
 def test_max_tokens_beyond_max_model_len_gives_both_numbers(scene: Scene) -> None:
     with pytest.raises(ConfigError, match=r"rollout.max_tokens=16 with rollout.max_model_len=16: no room"):
         scene.cfg(rollout={"max_tokens": 16})
+
+
+@pytest.mark.parametrize(
+    ("sizes", "piece"),
+    [
+        ({"tp": [1, 3]}, "rollout.tp=[1, 3]: 3 does not divide the vocabulary, which vLLM pads to 128"),
+        ({"pp": [2, 5]}, "rollout.pp=[2, 5]: 5 stages, but the model has 4 layers"),
+    ],
+)
+def test_engine_sizes_must_cut_vocabulary_and_layers(sizes: dict[str, Any], piece: str) -> None:
+    model = {"num_attention_heads": 6, "vocab_size": 100, "num_hidden_layers": 4}
+    with pytest.raises(ConfigError) as caught:
+        require_engine_sizes(RolloutConfig(**sizes), model)
+    assert piece in str(caught.value)
+    require_engine_sizes(RolloutConfig(tp=[1, 2], pp=[4]), model)
 
 
 @pytest.mark.parametrize(("tp", "bad"), [([3], 3), ([1, 8], 8)])

@@ -6,11 +6,17 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from conf.choices import Channel
+from conf.schema import SyncConfig
 from rl.faults import RoleOutOfMemory, SyncError
 from tests.unit.stand_ins import TinyEngine, TinyLm, TinySource, broken, done
+from weightsync.plan import Bucket, Buffer, Item, Link, Seat, Segment, Stream, Wanted, fingerprint, narrowed
+from weightsync.regions import Moves, Regions
+from weightsync.sender import NUM_SLOTS
 from weightsync.sync import WeightSync
 
 ROW = [1, 2, 3, 4]
@@ -43,16 +49,69 @@ def late_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weightsync.sync.wait", wait)
 
 
+def stream(num_buckets: int) -> Stream:
+    """Buckets of one module each, of 11 bytes."""
+    buckets = [
+        Bucket(
+            reader=0,
+            moves=Moves.of([(0, 1, 2, 0, 0, 2, 1, 0, 0, 2, 1)]),
+            offset=np.zeros(1, np.int64),
+            segments=(Segment(module=f"m{k}", first=0, last=1, begin=0, end=11),),
+            nbytes=11,
+        )
+        for k in range(num_buckets)
+    ]
+    return Stream(buckets=tuple(buckets), bucket_bytes=11)
+
+
+def wanted(num_buckets: int, ranks: int) -> Wanted:
+    """What those buckets bring."""
+    rows = [(0, 2 * k, 1, 2, 2, 0, 0, 2, 1) for k in range(num_buckets * ranks)]
+    return Wanted(
+        names=("w",),
+        regions=Regions.of(rows),
+        buffers=tuple(Buffer(module=f"m{k}", name="w", dtype="float32") for k in range(num_buckets)),
+    )
+
+
 class Source:
-    """Packs at once, into slots of a pretended ring."""
+    """Ranks that pack at once, into slots of pretended rings; each has `count` buckets of one module each."""
 
-    def __init__(self, events: list[str], slots: list[int]):
-        self.events, self.slots, self.answers = events, slots, dict[str, Future[Any]]()
+    dtype = "float32"
 
-    def pack(self, bucket: int) -> Future[int]:
-        self.events.append(f"pack {bucket}")
-        self.slots[bucket % len(self.slots)] = bucket
-        return self.answers.get(f"pack {bucket}", done(1000 + bucket))
+    def __init__(self, events: list[str], slots: list[list[str]], ranks: int, count: int):
+        self.events, self.slots, self.ranks, self.count = events, slots, ranks, count
+        self.answers = dict[str, Future[Any]]()
+        self.different: list[list[str]] = []
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {"w": (2,)}
+
+    def plan(self, readers: list[Wanted], sizes: list[int], name: str) -> list[Link]:
+        assert len(readers) == len(sizes) == 1 and name
+        self.events.append(f"plan for {sizes[0]}")
+        return [Link(rank=rank, stream=stream(self.count), signed="", address=None) for rank in range(self.ranks)]
+
+    def connect(self) -> Future[Any]:
+        return self.answers.get("connect", done())
+
+    def changed(self) -> Future[list[list[str]]]:
+        return self.answers.get("changed", done(self.different))
+
+    def begin_push(self, modules: list[str] | None) -> Future[Any]:
+        self.events.append("take")
+        self.modules = modules
+        return self.answers.get("take", done())
+
+    def pack(self, numbers: list[int | None], slot: int) -> Future[list[tuple[int, ...]]]:
+        (which,) = {number for number in numbers if number is not None}
+        sent = stream(self.count) if self.modules is None else narrowed(stream(self.count), self.modules)
+        module = sent.buckets[which].segments[0].module
+        self.events.append(f"pack {module}")
+        for rank in range(self.ranks):
+            self.slots[rank][slot] = module
+        signed = [(1000 * (rank + 1) + which,) for rank in range(self.ranks)]
+        return self.answers.get(f"pack {module}", done(signed))
 
     def probe(self, row: list[int]) -> Future[list[float]]:
         assert row == ROW
@@ -60,173 +119,335 @@ class Source:
 
 
 class Sink:
-    """Reads a slot only when it is waited for. `answers` replaces the answer to a call."""
+    """Reads a slot only when it is waited for. `answers[call]` replaces the next answers to a call."""
 
-    def __init__(self, name: str, events: list[str], slots: list[int]):
-        self.name, self.events, self.slots, self.answers = name, events, slots, dict[str, Future[Any]]()
+    def __init__(self, name: str, events: list[str], slots: list[list[str]], wants: Wanted):
+        self.name, self.events, self.slots, self.wants = name, events, slots, wants
+        self.answers = dict[str, list[Future[Any]]]()
+        self.held: dict[tuple[int, int, int], int] = {}
+        self.state = "paused"
 
     def _answer(self, call: str, work: Callable[[], Any] = lambda: None) -> Future[Any]:
         self.events.append(f"{self.name} {call}")
-        return self.answers.get(call, Waited(work))
+        given = self.answers.get(call)
+        return given.pop(0) if given else Waited(work)
+
+    def wanted(self, shapes: dict[str, tuple[int, ...]], dtype: str) -> Future[list[Wanted]]:
+        assert (shapes, dtype) == ({"w": (2,)}, "float32")
+        return self._answer("wanted", lambda: [self.wants])
+
+    def connect(self, seats: list[Seat], links: list[Link]) -> Future[Any]:
+        (self.seat,) = seats
+        self.links = links
+        return self._answer("connect")
 
     def pause(self) -> Future[Any]:
+        self.state = "paused"
         return self._answer("pause")
 
-    def begin_update(self) -> Future[Any]:
+    def begin_update(self, modules: list[str] | None) -> Future[Any]:
+        self.held = {}
+        self.streams = [link.stream if modules is None else narrowed(link.stream, modules) for link in self.links]
         return self._answer("begin")
 
-    def load(self, bucket: int, crc: int) -> Future[Any]:
-        assert crc == 1000 + bucket
+    def load(self, items: list[Item]) -> Future[Any]:
+        (which,) = {self.streams[item.rank].buckets[item.number].segments[0].module for item in items}
 
         def read() -> None:
-            assert self.slots[bucket % len(self.slots)] == bucket, "the slot was overwritten before it was read"
-            self.events.append(f"{self.name} read {bucket}")
+            for item in items:
+                assert item.digests == (1000 * (item.rank + 1) + item.number,)
+                assert self.slots[item.rank][item.slot] == which, "the slot was overwritten before it was read"
+                self.held[item.rank, item.number, 0] = item.digests[0]
+            self.events.append(f"{self.name} read {which}")
 
-        return self._answer(f"load {bucket}", read)
+        return self._answer(f"load {which}", read)
 
-    def finish_update(self, version: int) -> Future[Any]:
-        return self._answer(f"finish {version}")
+    def finish_update(self, version: int) -> Future[list[str]]:
+        return self._answer(f"finish {version}", lambda: [fingerprint(self.held)])
 
     def probe(self, row: list[int]) -> Future[list[float]]:
         return self._answer("probe", lambda: list(SCORES))
 
     def resume(self) -> Future[Any]:
-        return self._answer("resume")
+        def work() -> None:
+            self.state = "sampling"
+
+        return self._answer("resume", work)
+
+    def restart(self) -> Future[Any]:
+        self.state = "paused"
+        return self._answer("restart")
+
+    def stop(self) -> None:
+        self.state = "stopped"
 
 
 class Bench:
-    """A sync over two pretended engines A and B."""
+    """A sync over pretended ranks and two pretended engines A and B."""
 
-    def __init__(self, num_buckets: int = 3, num_slots: int = 2, timeout_s: float = 5.0, limit: float = 1e-3):
+    def __init__(self, ranks: int = 1, count: int = 3, limit: float = 1e-3, **sync: Any):
         self.events: list[str] = []
-        slots = [-1] * num_slots
-        self.source = Source(self.events, slots)
-        self.sinks = [Sink(name, self.events, slots) for name in "AB"]
-        self.sync = WeightSync(self.source, self.sinks, num_buckets, 77, ROW, limit, timeout_s)
+        slots = [[""] * NUM_SLOTS for _ in range(ranks)]
+        self.source = Source(self.events, slots, ranks, count)
+        self.sinks = [Sink(name, self.events, slots, wanted(count, ranks)) for name in "AB"]
+        self.said: list[str] = []
+        cfg = SyncConfig(**{"timeout_s": 5.0} | sync)
+        self.sync = WeightSync(self.source, self.sinks, ROW, limit, cfg, 5.0, self.said.append)
+        self.events.clear()
 
     @property
-    def resumed(self) -> bool:
-        return any(event.endswith("resume") for event in self.events)
+    def states(self) -> list[str]:
+        return [sink.state for sink in self.sinks]
+
+    def of(self, name: str) -> list[str]:
+        """What one engine was asked, and read."""
+        return [event.removeprefix(f"{name} ") for event in self.events if event.startswith(f"{name} ")]
+
+
+ROUNDS = [f"{what} m{k}" for k in range(3) for what in ("load", "read")]
+WHOLE = ["pause", "begin", *ROUNDS, "finish 4", "probe", "resume"]
 
 
 def test_push_phases_come_in_order_on_every_engine() -> None:
-    bench = Bench(num_buckets=2)
-    metrics = bench.sync.push(version=7)
+    bench = Bench()
+    metrics = bench.sync.push(version=4)
     for name in "AB":
-        own = [event.removeprefix(f"{name} ") for event in bench.events if event.startswith(name)]
-        assert own == [
-            "pause", "begin", "load 0", "read 0", "load 1", "read 1", "finish 7", "probe", "resume",
-        ]  # fmt: skip
-    for earlier, later in (("pause", "begin"), ("begin", "pack 0"), ("read 1", "finish 7"), ("probe", "resume")):
+        assert bench.of(name) == WHOLE
+    for earlier, later in (("pause", "begin"), ("begin", "take"), ("take", "pack m0"), ("probe", "resume")):
         last = max(i for i, event in enumerate(bench.events) if event.endswith(earlier))
         assert last < min(i for i, event in enumerate(bench.events) if event.endswith(later))
-    assert metrics["sync/bytes"] == 77
-    assert metrics["sync/probe_max"] == 0
+    assert metrics["sync/bytes"] == 33 and metrics["sync/probe_max"] == 0 and metrics["sync/changed"] == 1
+    assert metrics["sync/stall_s"] > 0 and bench.states == ["sampling"] * 2 and not bench.said
 
 
-@pytest.mark.parametrize("num_slots", [2, 3])
-def test_push_packs_ahead_of_the_slowest_reader_without_overwriting(num_slots: int) -> None:
-    bench = Bench(num_buckets=7, num_slots=num_slots)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_push_packs_ahead_of_the_slowest_reader_without_overwriting(ranks: int) -> None:
+    bench = Bench(ranks, count=7)
     bench.sync.push(0)
-    assert [event for event in bench.events if "read" in event and "A" in event] == [f"A read {k}" for k in range(7)]
+    assert [event for event in bench.of("A") if "read" in event] == [f"read m{k}" for k in range(7)]
     for bucket in range(6):
-        assert bench.events.index(f"pack {bucket + 1}") < bench.events.index(f"A read {bucket}")
+        assert bench.events.index(f"pack m{bucket + 1}") < bench.events.index(f"A read m{bucket}")
+    assert len(bench.sinks[0].held) == len(bench.sinks[1].held) == 7 * ranks
 
 
-PHASES = [
+# -- an engine that fails --
+
+CALLS = [
     ("pause", "pause"),
     ("begin", "begin"),
-    ("load 1", "load bucket 1"),
+    ("load m1", "load round 1"),
     ("finish 4", "finish"),
     ("probe", "probe"),
+    ("resume", "resume"),
 ]
+ANEW = ["wanted", "connect", *WHOLE]
 
 
 @pytest.mark.parametrize("engine", [0, 1])
-@pytest.mark.parametrize(("call", "phase"), PHASES)
-def test_push_failing_phase_names_engine_and_phase_and_resumes_nobody(call: str, phase: str, engine: int) -> None:
+@pytest.mark.parametrize(("call", "phase"), CALLS)
+def test_engine_that_fails_once_gets_a_push_of_its_own(call: str, phase: str, engine: int) -> None:
     bench = Bench()
-    bench.sinks[engine].answers[call] = broken(RuntimeError("out of memory"))
-    with pytest.raises(SyncError) as caught:
-        bench.sync.push(4)
-    assert f"push of version 4, phase {phase}: {'AB'[engine]} failed: out of memory" in str(caught.value)
-    assert not bench.resumed
+    name, other = "AB"[engine], "BA"[engine]
+    bench.sinks[engine].answers[call] = [broken(RuntimeError("out of order"))]
+    metrics = bench.sync.push(4)
+    assert bench.said == [f"push of version 4, phase {phase}: {name} failed: out of order; resend"]
+    assert bench.of(other) == WHOLE, "the others go on"
+    assert bench.of(name)[-len(ANEW) :] == ANEW and bench.states == ["sampling"] * 2
+    last = max(i for i, event in enumerate(bench.events) if event == f"{other} resume")
+    assert last < bench.events.index(f"{name} wanted")
+    assert (metrics["sync/num_resent"], metrics["sync/num_restarted"], metrics["sync/num_lost"]) == (1, 0, 0)
+    bench.events.clear()
+    bench.sync.push(5)  # to both again, who are connected anew
+    assert bench.events[:3] == ["A wanted", "B wanted", "plan for 2"] and bench.states == ["sampling"] * 2
 
 
-@pytest.mark.parametrize(
-    ("call", "phase"), [("pack 0", "pack bucket 0"), ("pack 2", "pack bucket 2"), ("probe", "probe")]
-)
-def test_push_failing_trainer_is_named_and_resumes_nobody(call: str, phase: str) -> None:
+@pytest.mark.parametrize(("call", "phase"), CALLS)
+def test_engine_that_fails_twice_is_restarted(call: str, phase: str) -> None:
     bench = Bench()
-    bench.source.answers[call] = broken(RuntimeError("gone"))
-    with pytest.raises(SyncError, match=f"phase {phase}: policy rank 0 failed: gone"):
-        bench.sync.push(4)
-    assert not bench.resumed
+    bench.sinks[1].answers[call] = [broken(RuntimeError("once")), broken(RuntimeError("twice"))]
+    metrics = bench.sync.push(4)
+    wanted = [f"push of version 4, phase {phase}: B failed: {what}" for what in ("once; resend", "twice; restart")]
+    assert bench.said == wanted
+    assert bench.of("B")[-len(ANEW) - 1 :] == ["restart", *ANEW] and bench.states == ["sampling"] * 2
+    assert (metrics["sync/num_resent"], metrics["sync/num_restarted"], metrics["sync/num_lost"]) == (0, 1, 0)
 
 
-def test_push_failing_resume_is_named() -> None:
+@pytest.mark.parametrize("call", [call for call, _ in CALLS] + ["restart"])
+def test_engine_that_fails_thrice_is_given_up_and_the_others_go_on(call: str) -> None:
     bench = Bench()
-    bench.sinks[1].answers["resume"] = broken(RuntimeError("gone"))
-    with pytest.raises(SyncError, match="phase resume: B failed"):
+    bench.sinks[1].answers[call] = [broken(RuntimeError("gone")) for _ in range(3)]
+    if call == "restart":
+        bench.sinks[1].answers["pause"] = [broken(RuntimeError("gone")) for _ in range(3)]
+    metrics = bench.sync.push(4)
+    assert bench.states == ["sampling", "stopped"] and "B failed: gone; the engine is given up" in bench.said[-1]
+    assert metrics["sync/num_lost"] == 1
+    bench.events.clear()
+    bench.sync.push(5)
+    assert not bench.of("B") and bench.of("A")[-1] == "resume"
+
+
+def test_engine_that_cannot_connect_again_does_not_hold_up_another() -> None:
+    bench = Bench()
+    for sink in bench.sinks:
+        sink.answers["begin"] = [broken(RuntimeError("once"))]
+    bench.sinks[1].answers["wanted"] = [broken(RuntimeError("still starting"))]
+    metrics = bench.sync.push(4)
+    assert (metrics["sync/num_resent"], metrics["sync/num_restarted"]) == (1, 1) and bench.states == ["sampling"] * 2
+    assert bench.said[-1] == "push of version 4, phase plan: B failed: still starting; restart"
+
+
+def test_no_engine_left_is_an_error_with_every_reason() -> None:
+    bench = Bench()
+    for sink in bench.sinks:
+        sink.answers["begin"] = [broken(RuntimeError(f"{sink.name} is broken")) for _ in range(3)]
+    with pytest.raises(SyncError, match=r"no rollout engine is left:\n.*A is broken\n.*B is broken"):
         bench.sync.push(4)
+    assert bench.states == ["stopped", "stopped"]
 
 
-@pytest.mark.parametrize(("call", "phase"), PHASES)
-def test_push_silent_engine_times_out_with_its_name_and_the_key(call: str, phase: str) -> None:
+def test_silent_engine_is_named_with_the_key() -> None:
     bench = Bench(timeout_s=0.02)
-    bench.sinks[1].answers[call] = Future()
-    with pytest.raises(SyncError, match=rf"phase {phase}: B did not answer in 0.02 s \(sync.timeout_s\)"):
-        bench.sync.push(4)
-    assert not bench.resumed
+    bench.sinks[1].answers["begin"] = [Future()]
+    bench.sync.push(4)
+    assert bench.said == ["push of version 4, phase begin: B did not answer in 0.02 s (sync.timeout_s); resend"]
 
 
-def test_push_failed_engine_is_named_though_another_is_silent() -> None:
-    bench = Bench(timeout_s=0.05)
-    bench.sinks[0].answers["load 0"] = Future()
-    bench.sinks[1].answers["load 0"] = broken(RuntimeError("crc"))
-    with pytest.raises(SyncError, match="B failed: crc"):
-        bench.sync.push(4)
-    assert not bench.resumed
+def test_engine_that_holds_something_else_is_found_by_its_fingerprint() -> None:
+    bench = Bench()
+    bench.sinks[1].answers["finish 4"] = [done(["0" * 16])]
+    bench.sync.push(4)
+    assert "phase finish: B holds ['0000000000000000'], sent were [" in bench.said[0]
+    assert bench.states == ["sampling"] * 2
 
 
-@pytest.mark.parametrize("engine", [0, 1])
 @pytest.mark.parametrize("place", [0, 1, 2])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -2.0011, 0.0])
-def test_push_probe_beyond_the_limit_names_the_engine_and_resumes_nobody(bad: float, place: int, engine: int) -> None:
+def test_probe_beyond_the_limit_names_the_engine(bad: float, place: int) -> None:
     bench = Bench()
     scores = list(SCORES)
     scores[place] = bad if bad != -2.0011 else scores[place] - 1.1e-3
-    bench.sinks[engine].answers["probe"] = done(scores)
-    with pytest.raises(SyncError, match=f"{'AB'[engine]} does not hold the trainer's weights of version 4"):
+    bench.sinks[1].answers["probe"] = [done(scores) for _ in range(3)]
+    bench.sync.push(4)
+    assert "B does not hold the trainer's weights of version 4" in bench.said[0]
+    assert bench.states == ["sampling", "stopped"]
+
+
+def test_probe_within_the_limit_reports_the_worst_gap() -> None:
+    bench = Bench()
+    bench.sinks[0].answers["probe"] = [done([-1.0, -2.0005, -3.0])]
+    bench.sinks[1].answers["probe"] = [done([-1.0002, -2.0, -3.0])]
+    assert bench.sync.push(0)["sync/probe_max"] == pytest.approx(5e-4)
+
+
+def test_probe_of_another_length_is_a_failure() -> None:
+    bench = Bench()
+    bench.sinks[0].answers["probe"] = [done(SCORES[:2])]
+    bench.sync.push(0)
+    assert "are 2, not 3" in bench.said[0]
+
+
+def test_engine_that_lacks_memory_says_what_to_change() -> None:
+    bench = Bench()
+    bench.sinks[1].answers["load m1"] = [broken(torch.OutOfMemoryError("CUDA out of memory."))]
+    bench.sync.push(3)
+    assert "B failed: out of memory (CUDA out of memory.); lower" in bench.said[0]
+
+
+def test_broadcast_group_that_loses_a_member_is_made_anew_for_all() -> None:
+    bench = Bench(channel=Channel.collective)
+    bench.sinks[1].answers["load m1"] = [broken(RuntimeError("gone"))]
+    bench.sync.push(4)
+    assert bench.said == [
+        "A: a member of its group failed; resend",
+        "push of version 4, phase load round 1: B failed: gone; resend",
+    ]
+    assert bench.states == ["sampling"] * 2 and bench.of("A")[-len(ANEW) :] == ANEW
+
+
+# -- a trainer that fails --
+
+
+@pytest.mark.parametrize(
+    ("call", "phase"), [("take", "begin"), ("pack m0", "pack round 0"), ("pack m2", "pack round 2"), ("probe", "probe")]
+)
+def test_failing_trainer_is_named_and_resumes_nobody(call: str, phase: str) -> None:
+    bench = Bench()
+    bench.source.answers[call] = broken(RuntimeError("gone"))
+    with pytest.raises(SyncError, match=f"push of version 4, phase {phase}: the policy's ranks failed: gone"):
         bench.sync.push(4)
-    assert not bench.resumed
+    assert bench.states == ["paused", "paused"]
+
+
+def test_trainer_says_which_rank_lacks_memory_and_not_another() -> None:
+    bench = Bench()
+    said = "phase policy.pack: policy rank 1: out of memory"
+    bench.source.answers["pack m1"] = broken(RoleOutOfMemory(said))
+    with pytest.raises(SyncError, match=f"phase pack round 1: {said}"):
+        bench.sync.push(3)
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
-def test_push_trainer_probe_with_nan_is_refused(place: int) -> None:
+def test_probe_of_the_trainer_with_nan_resumes_nobody(place: int) -> None:
     bench = Bench()
     scores = list(SCORES)
     scores[place] = math.nan
     bench.source.answers["probe"] = done(scores)
     with pytest.raises(SyncError):
         bench.sync.push(4)
-    assert not bench.resumed
+    assert "sampling" not in bench.states
 
 
-def test_push_probe_within_the_limit_reports_the_worst_gap() -> None:
+@pytest.mark.parametrize("call", ["wanted", "connect"])
+def test_engine_that_does_not_fit_is_named_before_any_push(call: str) -> None:
     bench = Bench()
-    bench.sinks[0].answers["probe"] = done([-1.0, -2.0005, -3.0])
-    bench.sinks[1].answers["probe"] = done([-1.0002, -2.0, -3.0])
-    assert bench.sync.push(0)["sync/probe_max"] == pytest.approx(5e-4)
-    assert bench.resumed
+    bench.sinks[1].answers[call] = [broken(ValueError("another model"))]
+    phase = "plan" if call == "wanted" else call
+    with pytest.raises(SyncError, match=f"weight sync, phase {phase}: B failed: another model"):
+        WeightSync(bench.source, bench.sinks, ROW, 1e-3, SyncConfig(), 5.0)
 
 
-def test_push_probe_of_another_length_is_a_sync_error() -> None:
-    bench = Bench()
-    bench.sinks[0].answers["probe"] = done(SCORES[:2])
-    with pytest.raises(SyncError):
-        bench.sync.push(0)
-    assert not bench.resumed
+# -- only what changed --
+
+
+def test_delta_sends_what_any_rank_has_changed_and_now_and_then_everything() -> None:
+    bench = Bench(ranks=2, delta=True, full_every=3)
+    bench.source.different = [["m2"], ["m0", "m2"]]
+    bytes_sent = []
+    for version in range(5):
+        bench.events.clear()
+        metrics = bench.sync.push(version)
+        bytes_sent.append(metrics["sync/bytes"])
+        assert bench.states == ["sampling"] * 2
+        if version == 1:
+            assert [e for e in bench.of("A") if "read" in e] == ["read m0", "read m2"]
+            assert metrics["sync/changed"] == pytest.approx(2 / 3)
+    assert bytes_sent == [66, 44, 44, 66, 44]
+
+
+def test_delta_of_nothing_still_makes_a_version() -> None:
+    bench = Bench(delta=True)
+    bench.source.different = [[]]
+    bench.sync.push(0)
+    bench.events.clear()
+    metrics = bench.sync.push(1)
+    assert bench.of("A") == ["pause", "begin", "finish 1", "probe", "resume"] and metrics["sync/bytes"] == 0
+
+
+def test_delta_after_a_failure_is_whole() -> None:
+    bench = Bench(delta=True)
+    bench.source.different = [["m1"]]
+    bench.sync.push(0)
+    bench.sinks[0].answers["load m1"] = [broken(RuntimeError("once"))]
+    assert bench.sync.push(1)["sync/bytes"] == 11 + 33
+    assert bench.sync.push(2)["sync/bytes"] == 33
+    assert bench.sync.push(3)["sync/bytes"] == 11
+
+
+def test_engines_one_after_another_are_never_paused_together() -> None:
+    bench = Bench(one_by_one=True)
+    bench.sync.push(4)
+    assert bench.of("A") == bench.of("B") == WHOLE
+    assert bench.events.index("A resume") < bench.events.index("B pause")
 
 
 # -- the same with real memory and real weights --
@@ -235,12 +456,12 @@ def test_push_probe_of_another_length_is_a_sync_error() -> None:
 def make_sync() -> tuple[WeightSync, TinySource, list[TinyEngine]]:
     source = TinySource(TinyLm(seed=1))
     engines = [TinyEngine(f"engine {i}", source, seed=50 + i) for i in range(2)]
-    return WeightSync(source, engines, len(source.manifest.buckets), 0, ROW, 1e-6, 5.0), source, engines
+    return WeightSync(source, engines, ROW, 1e-6, SyncConfig(timeout_s=5.0), 5.0), source, engines
 
 
 def test_push_real_ring_brings_every_weight_bit_for_bit() -> None:
     sync, source, engines = make_sync()
-    assert len(source.manifest.buckets) > 1
+    assert len(source.sender.stream.buckets) > 1
     for version in (0, 1):
         with torch.no_grad():
             source.lm.head.add_(0.5)
@@ -250,56 +471,56 @@ def test_push_real_ring_brings_every_weight_bit_for_bit() -> None:
             assert (engine.version, engine.paused) == (version, False)
 
 
-def test_push_byte_flipped_on_the_way_leaves_every_engine_paused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_byte_flipped_on_the_way_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
     sync, source, engines = make_sync()
     sync.push(0)
-    pack = source.pack
+    pack, left = source.pack, [1]
 
-    def flip(bucket: int) -> Future[int]:
-        crc = pack(bucket)
-        if bucket == 1:
-            source.sender.ring.slot(1)[13] ^= 1
-        return crc
+    def flip(numbers: list[int | None], slot: int) -> Future[list[tuple[int, ...]]]:
+        signed = pack(numbers, slot)
+        if numbers == [1] and left:
+            source.ring.slot(slot)[13] ^= left.pop()
+        return signed
 
     monkeypatch.setattr(source, "pack", flip)
-    with pytest.raises(SyncError, match="phase load bucket 1: engine 0 failed: crc of bucket 1"):
-        sync.push(1)
-    assert all(engine.paused and engine.version == 0 for engine in engines)
+    said: list[str] = []
+    sync.say = said.append
+    sync.push(1)
+    assert len(said) == 2 and "phase load round 1: engine 0 failed: digest of bucket 1; resend" in said[0]
+    assert all(not engine.paused and engine.version == 1 for engine in engines)
 
 
-def test_push_engine_that_keeps_one_old_tensor_is_found_by_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_that_keeps_one_old_tensor_is_found_by_the_probe_and_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     sync, source, engines = make_sync()
     sync.push(0)
-    load = engines[1].load
-    monkeypatch.setattr(engines[1], "load", lambda bucket, crc: done() if bucket == 1 else load(bucket, crc))
+    old = engines[1].lm.head.detach().clone()
+    finish = engines[1].finish_update
+
+    def forget(version: int) -> Future[list[str]]:
+        engines[1].lm.head.data.copy_(old)
+        return finish(version)
+
+    monkeypatch.setattr(engines[1], "finish_update", forget)
     with torch.no_grad():
         source.lm.head.add_(torch.randn(source.lm.head.shape, generator=torch.Generator().manual_seed(0)))
-    with pytest.raises(SyncError, match="engine 1 does not hold the trainer's weights of version 1"):
-        sync.push(1)
-    assert all(engine.paused for engine in engines)
+    sync.push(1)
+    assert "engine 1 does not hold the trainer's weights of version 1" in sync.lost["engine 1"]
+    assert engines[1].paused and not engines[0].paused
 
 
-def test_push_after_a_failed_one_repairs_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    sync, source, engines = make_sync()
-    with monkeypatch.context() as patch:
-        patch.setattr(engines[0], "load", lambda bucket, crc: broken(RuntimeError("once")))
-        with pytest.raises(SyncError):
-            sync.push(0)
-    sync.push(0)
-    assert all(torch.equal(engine.lm.head, source.lm.head) and not engine.paused for engine in engines)
-
-
-def test_push_tells_which_rank_lacks_memory_and_not_another() -> None:
-    bench = Bench()
-    said = "phase policy.pack: policy rank 1: out of memory"
-    bench.source.answers["pack 1"] = broken(RoleOutOfMemory(said))
-    with pytest.raises(SyncError, match=f"phase pack bucket 1: {said}"):
-        bench.sync.push(3)
-
-
-def test_push_says_what_to_change_when_an_engine_lacks_memory() -> None:
-    bench = Bench()
-    bench.sinks[1].answers["load 1"] = broken(torch.OutOfMemoryError("CUDA out of memory."))
-    with pytest.raises(SyncError, match=r"B failed: out of memory \(CUDA out of memory.\); lower"):
-        bench.sync.push(3)
-    assert not bench.resumed
+def test_twenty_deltas_equal_whole_pushes_bit_for_bit() -> None:
+    source = TinySource(TinyLm(seed=1))
+    engines = [TinyEngine(f"engine {i}", source, seed=50 + i) for i in range(2)]
+    sync = WeightSync(source, engines, ROW, 1e-6, SyncConfig(delta=True, full_every=100), 5.0)
+    random = torch.Generator().manual_seed(3)
+    parameters = list(source.lm.parameters())
+    sent = []
+    for version in range(20):
+        chosen = parameters[version % len(parameters)]
+        with torch.no_grad():
+            chosen.view(-1)[int(torch.randint(chosen.numel(), (), generator=random))] += 0.01
+        sent.append(sync.push(version)["sync/bytes"])
+        for engine in engines:
+            assert all(torch.equal(v, source.lm.state_dict()[n]) for n, v in engine.lm.state_dict().items())
+        if version:
+            assert sync.report.modules == 1 and sent[-1] <= 1.2 * chosen.nbytes + 16

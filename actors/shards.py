@@ -1,0 +1,129 @@
+"""What this rank holds of the model folder's tensors, and who of the ranks that hold the same sends it.
+
+ZeRO-3 leaves each rank a part of every flat parameter, tensor and expert parallelism a slice of some; at ZeRO 0 to 2
+data-parallel ranks hold the same, and share the sending.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from actors.engine import Engine, Slice
+from actors.lora import adapter_names
+from actors.weights import Part, full_shapes, gathered, parts_of
+from weightsync.regions import Regions, cut, share, view_region
+from weightsync.sender import Read, plain
+
+
+def held_regions(engine: Engine, world: int) -> Regions:
+    """What this rank is to send: its buffers are numbers in `parts_of`, tensors numbers in `full_shapes`.
+
+    Collective. No two ranks' regions overlap, and together they are everything.
+    """
+    numbers = {name: k for k, name in enumerate(full_shapes(engine))}
+    by_slice: dict[int, list[Regions]] = {}
+    slices: dict[int, Slice | None] = {}
+    for buffer, part in enumerate(parts_of(engine)):
+        known = [piece for piece in part.pieces if piece.name in numbers]  # adapters are in no folder
+        rows = [row for piece in known for row in piece_rows(part, numbers[piece.name], piece.index, buffer)]
+        regions = Regions.of(rows)
+        if engine.zero_stage == 3:
+            regions = own_partition(regions, part.parameter)
+        key = 0 if part.slice is None else id(part.slice.group)
+        by_slice.setdefault(key, []).append(regions)
+        slices[key] = part.slice
+    if engine.zero_stage == 3:
+        return Regions.concat([regions for found in by_slice.values() for regions in found])
+    shared = []
+    for key in sorted(by_slice, key=lambda key: key != 0):
+        index, shares = replica(slices[key], world)
+        shared.append(share(Regions.concat(by_slice[key]), index, shares))
+    return Regions.concat(shared)
+
+
+def piece_rows(part: Part, tensor: int, index: Sequence[int | slice], buffer: int) -> list[tuple[int, ...]]:
+    """Rows for Regions.of: one tensor of the folder in this rank's parameter, none when it lies in another's slice."""
+    whole = torch.empty(part.shape, device="meta")
+    local, first = list(part.shape), 0
+    if part.slice is not None:
+        local[part.slice.dim] //= part.slice.size
+        first = torch.distributed.get_rank(part.slice.group) * local[part.slice.dim]
+    mine = torch.empty(local, device="meta")
+    if not index:
+        ours = whole if part.slice is None else whole.narrow(part.slice.dim, first, local[part.slice.dim])
+    else:
+        ours = torch.empty_like(whole[tuple(index)])
+        if part.slice is not None:  # experts, along the first dimension
+            assert part.slice.dim == 0 and isinstance(index[0], int)
+            if not first <= index[0] < first + local[0]:
+                return []
+            index = (index[0] - first, *index[1:])
+        mine = mine[tuple(index)]
+    return view_region(tensor, buffer, ours, mine)
+
+
+def own_partition(regions: Regions, parameter: torch.nn.Parameter) -> Regions:
+    """Of a parameter's regions those in this rank's partition at ZeRO-3, with places in that."""
+    size = int(parameter.ds_tensor.ds_numel)  # type: ignore[attr-defined]
+    low = size * int(parameter.ds_zero_partition_rank)  # type: ignore[attr-defined]
+    if (regions.count > 1).any():
+        raise ValueError("a partition of a parameter in which a tensor does not lie in one piece")
+    begin, end = regions.start + low - regions.at, regions.start + low + size - regions.at
+    parts = cut(regions, np.maximum(begin, regions.start), np.minimum(end, regions.start + regions.length))
+    return Regions(**{**vars(parts), "at": parts.at - low})
+
+
+def replica(cut_by: Slice | None, world: int) -> tuple[int, int]:
+    """(number of this rank among those that hold the same, how many these are). Collective where ranks hold slices."""
+    if cut_by is None:
+        return (torch.distributed.get_rank() if world > 1 else 0), world
+    members = torch.distributed.get_process_group_ranks(cut_by.group)
+    groups: list[list[int]] = [[] for _ in range(world)]
+    torch.distributed.all_gather_object(groups, members)
+    return sorted({tuple(group) for group in groups}).index(tuple(members)), world // cut_by.size
+
+
+def sources_of(engine: Engine) -> list[Read]:
+    """How to read each of `parts_of`, as it is now; adapters merged. Collective at ZeRO-3 with adapters."""
+    parts = parts_of(engine)
+    adapters = [part.name for part in parts if engine.lora_scale is not None and ".lora_" in part.name]
+    found: list[Read] = []
+    merged: dict[str, torch.Tensor] = {}
+    if adapters:
+        with gathered(engine, adapters) as live:
+            merged = {name: tensor.float().clone() for name, tensor in live.items()}
+    for part in parts:
+        flat, low = local_flat(engine, part)
+        a, b = (merged.get(name) for name in adapter_names(part.name))
+        if a is None or b is None:
+            found.append(plain(flat))
+        else:
+            assert part.slice is None and engine.lora_scale is not None
+            found.append(with_adapter(flat, low, a, b, engine.lora_scale))
+    return found
+
+
+def local_flat(engine: Engine, part: Part) -> tuple[torch.Tensor, int]:
+    """What this rank holds of a parameter, flat, and the first element of that."""
+    if engine.zero_stage < 3:
+        return part.parameter.data.flatten(), 0
+    held = part.parameter.ds_tensor
+    return held.data.flatten(), int(held.ds_numel) * int(part.parameter.ds_zero_partition_rank)
+
+
+def with_adapter(flat: torch.Tensor, low: int, a: torch.Tensor, b: torch.Tensor, scale: float) -> Read:
+    """Elements of W + scale B A, of which `flat` holds W from element `low` on."""
+    width = a.shape[1]
+    base = plain(flat)
+
+    def read(at: int, row: int, col: int, count: int, length: int) -> torch.Tensor:
+        first = low + at
+        last = first + (count - 1) * row + (length - 1) * col
+        top = first // width
+        delta = b[top : last // width + 1] @ a  # [rows, width], of those rows alone
+        mine = delta.as_strided((count, length), (row, col), first - top * width)
+        held = base(at, row, col, count, length)
+        return (held.float() + scale * mine).to(held.dtype)
+
+    return read

@@ -1,0 +1,86 @@
+"""Broadcasts between a rank of the trainer and its readers, in process groups that stand alone from either side's own.
+
+Each rank has a group with each reader that it sends to: the rank first, then the workers that are this reader.
+"""
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupAddress:
+    """Where the groups of one rank meet. `sizes[r]`: workers of reader r; `readers`: those that the rank sends to."""
+
+    host: str
+    port: int
+    name: str
+    slot_bytes: int
+    sizes: tuple[int, ...]
+    readers: tuple[int, ...]
+    timeout_s: float
+
+
+class Broadcaster:
+    """The rank's side: `num_slots` slots of `slot_bytes` in memory of its own."""
+
+    def __init__(self, address: GroupAddress, num_slots: int):
+        self.address, self.num_slots = address, num_slots
+        self._slots = [torch.zeros(address.slot_bytes, dtype=torch.uint8) for _ in range(num_slots)]
+        self._sending: list[Any] = [None] * num_slots
+        self._groups: dict[int, Any] = {}
+
+    def connect(self) -> None:
+        """Meets every reader. Blocks until all its workers are there too."""
+        for reader in self.address.readers:
+            self._groups[reader] = join(self.address, reader, 0)
+
+    def slot(self, index: int) -> torch.Tensor:
+        """Bytes [slot_bytes] of a slot, once what was in it has been sent."""
+        if self._sending[index] is not None:
+            self._sending[index].wait()
+            self._sending[index] = None
+        return self._slots[index]
+
+    def send(self, index: int, nbytes: int, reader: int) -> None:
+        """Starts the broadcast of a slot's first bytes."""
+        self._sending[index] = broadcast(self._groups[reader], self._slots[index][:nbytes])
+
+    def close(self) -> None:
+        self._groups.clear()
+
+
+class Listener:
+    """A worker's side of its group with one rank."""
+
+    def __init__(self, address: GroupAddress, reader: int, member: int):
+        self._group = join(address, reader, 1 + member) if reader in address.readers else None
+        self._memory = torch.zeros(address.slot_bytes, dtype=torch.uint8)
+
+    def receive(self, slot: int, nbytes: int) -> torch.Tensor:
+        """The next bytes, whatever the slot that they were sent from."""
+        broadcast(self._group, self._memory[:nbytes]).wait()
+        return self._memory
+
+
+def join(address: GroupAddress, reader: int, member: int) -> Any:
+    """The group of a rank (member 0) with a reader's workers. Raises RuntimeError when they do not come in time."""
+    timeout = timedelta(seconds=address.timeout_s)
+    store = TCPStore(address.host, address.port, is_master=False, timeout=timeout)
+    own = PrefixStore(f"{address.name}-{reader}", store)
+    return ProcessGroupGloo(own, member, 1 + address.sizes[reader], timeout)
+
+
+def broadcast(group: Any, data: torch.Tensor) -> Any:
+    """Starts a broadcast from member 0; gives the work to wait for."""
+    options = BroadcastOptions()
+    options.rootRank, options.rootTensor = 0, 0
+    return group.broadcast([data], options)
+
+
+def serve(host: str, timeout_s: float) -> TCPStore:
+    """The store where groups meet, on a free port of this host."""
+    return TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))

@@ -1,0 +1,282 @@
+"""What each rank of the trainer sends to whom, in which buckets: regions held, met with regions wanted. Pure.
+
+A *reader* is a set of workers that want the same bytes, such as the first worker of every engine: what is sent to it is
+sent once. Every rank plans its own sending from what all readers want; nobody needs to know what the others hold, as
+what they hold of each tensor does not overlap.
+"""
+
+import hashlib
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from weightsync.regions import Ints, Moves, Regions, intersect
+
+# Alignment of a piece inside a bucket, bytes: enough for any dtype view.
+ALIGN_BYTES = 16
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class PlanError(ValueError):
+    """The two sides do not fit: raised before any weight changes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Buffer:
+    """A parameter of an engine's model: what is loaded is one *module*, whole. `dtype` is that of the bytes sent."""
+
+    module: str
+    name: str
+    dtype: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What a reader wants: regions of the folder's tensors in `names`, to be laid into `buffers`."""
+
+    names: tuple[str, ...]
+    regions: Regions
+    buffers: tuple[Buffer, ...]
+
+    @property
+    def modules(self) -> list[str]:
+        """In the order of loading."""
+        return list(dict.fromkeys(buffer.module for buffer in self.buffers))
+
+    def module_of(self, buffer: Ints) -> Ints:
+        """[N] numbers in `modules` of these buffers."""
+        number = {module: k for k, module in enumerate(self.modules)}
+        return np.array([number[b.module] for b in self.buffers], np.int64)[buffer]
+
+    def item_bytes(self, buffer: Ints) -> Ints:
+        return np.array([ITEM_BYTES[b.dtype] for b in self.buffers], np.int64)[buffer]
+
+    def num_bytes(self) -> int:
+        """Bytes of everything wanted: nobody can send less."""
+        return int((self.regions.num_elements * self.item_bytes(self.regions.buffer)).sum())
+
+    def fingerprint(self) -> str:
+        """Workers with equal fingerprints are one reader."""
+        digest = hashlib.sha256(repr((self.names, self.buffers)).encode())
+        for field in fields(self.regions):
+            digest.update(getattr(self.regions, field.name).tobytes())
+        return digest.hexdigest()[:16]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """The moves [first, last) of a bucket, which are all of one module, and their bytes [begin, end)."""
+
+    module: str
+    first: int
+    last: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bucket:
+    """Moves that travel together from one rank to one reader; move k lies at byte offset[k], run after run."""
+
+    reader: int
+    moves: Moves
+    offset: Ints
+    segments: tuple[Segment, ...]
+    nbytes: int
+
+    @property
+    def sizes(self) -> Ints:
+        """[N] bytes of each move, with what aligns the next one."""
+        return np.diff(self.offset, append=self.nbytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stream:
+    """All buckets of one rank, in sending order, of at most `bucket_bytes` each."""
+
+    buckets: tuple[Bucket, ...]
+    bucket_bytes: int
+
+    @property
+    def readers(self) -> tuple[int, ...]:
+        """To whom anything is sent."""
+        return tuple(sorted({bucket.reader for bucket in self.buckets}))
+
+    @property
+    def max_bytes(self) -> int:
+        """Bytes of the largest bucket; at least 1."""
+        return max([bucket.nbytes for bucket in self.buckets], default=1)
+
+    def bytes_to(self, reader: int) -> int:
+        return sum(bucket.nbytes for bucket in self.buckets if bucket.reader == reader)
+
+    def fingerprint(self) -> str:
+        """Sender and reader must agree on it."""
+        digest = hashlib.sha256()
+        for bucket in self.buckets:
+            digest.update(repr((bucket.reader, bucket.segments, bucket.nbytes)).encode())
+            for field in fields(bucket.moves):
+                digest.update(getattr(bucket.moves, field.name).tobytes())
+        return digest.hexdigest()[:16]
+
+
+def plan_stream(held: Regions, readers: Sequence[Wanted], bucket_bytes: int) -> Stream:
+    """What a rank that holds `held` sends to each reader, in buckets of at most `bucket_bytes`.
+
+    The readers' buckets take turns, so that all of them load at the same time.
+    """
+    buckets = []
+    for number, wanted in enumerate(readers):
+        moves = in_load_order(intersect(held, wanted.regions), wanted)
+        moves = split_large(moves, wanted.item_bytes(moves.target), bucket_bytes)
+        sizes = aligned(moves.num_elements * wanted.item_bytes(moves.target))
+        modules = [wanted.buffers[buffer].module for buffer in moves.target.tolist()]
+        buckets.append(cut_buckets(number, moves, sizes, modules, bucket_bytes))
+    return take_turns(buckets, bucket_bytes)
+
+
+def take_turns(buckets: Sequence[Sequence[Bucket]], bucket_bytes: int) -> Stream:
+    """The buckets of all readers, one of each in turn."""
+    longest = max((len(found) for found in buckets), default=0)
+    return Stream(
+        buckets=tuple(found[k] for k in range(longest) for found in buckets if k < len(found)),
+        bucket_bytes=bucket_bytes,
+    )
+
+
+def narrowed(stream: Stream, modules: Collection[str]) -> Stream:
+    """What is left of a stream when only these modules are sent: fewer buckets, as full as the others."""
+    chosen = set(modules)
+    buckets = []
+    for reader in stream.readers:
+        moves, sizes, names = [], [], list[str]()
+        for bucket in (bucket for bucket in stream.buckets if bucket.reader == reader):
+            for segment in bucket.segments:
+                if segment.module in chosen:
+                    own = np.arange(segment.first, segment.last)
+                    moves.append(bucket.moves.take(own))
+                    sizes.append(bucket.sizes[own])
+                    names += [segment.module] * len(own)
+        if moves:
+            found = cut_buckets(reader, Moves.concat(moves), np.concatenate(sizes), names, stream.bucket_bytes)
+            buckets.append(found)
+    return take_turns(buckets, stream.bucket_bytes)
+
+
+def in_load_order(moves: Moves, wanted: Wanted) -> Moves:
+    """Module after module, as an engine can only put a module to use once all of it is there."""
+    return moves.take(np.argsort(wanted.module_of(moves.target), kind="stable"))
+
+
+def cut_buckets(reader: int, moves: Moves, sizes: Ints, modules: Sequence[str], bucket_bytes: int) -> list[Bucket]:
+    """Moves in order, in buckets that are as full as they can be. No size is above `bucket_bytes`."""
+    changes = [0, *(k for k in range(1, len(modules)) if modules[k] != modules[k - 1]), len(modules)]
+    ends = np.cumsum(sizes)
+    buckets, first = [], 0
+    while first < len(moves):
+        base = int(ends[first] - sizes[first])
+        last = int(np.searchsorted(ends, base + bucket_bytes, side="right"))
+        offset = ends[first:last] - sizes[first:last] - base
+        stops = [*offset.tolist(), int(ends[last - 1]) - base]
+        inside = changes[bisect_right(changes, first) : bisect_left(changes, last)]
+        segments = tuple(
+            Segment(module=modules[a], first=a - first, last=b - first, begin=stops[a - first], end=stops[b - first])
+            for a, b in pairwise([first, *inside, last])
+        )
+        chosen = moves.take(np.arange(first, last))
+        buckets.append(Bucket(reader=reader, moves=chosen, offset=offset, segments=segments, nbytes=stops[-1]))
+        first = last
+    return buckets
+
+
+def split_large(moves: Moves, item_bytes: Ints, bucket_bytes: int) -> Moves:
+    """Moves of more than a bucket cut into such of whole runs, or of parts of a run."""
+    room = (bucket_bytes - ALIGN_BYTES) // item_bytes
+    large = moves.num_elements > room
+    if not large.any():
+        return moves
+    found = []
+    for n in range(len(moves)):
+        if not large[n]:
+            found.append(moves.take(np.array([n])))
+            continue
+        count, length = int(moves.count[n]), int(moves.length[n])
+        high, wide = max(1, int(room[n]) // length), min(length, int(room[n]))
+        for run in range(0, count, high):
+            for begin in range(0, length, wide):
+                found.append(submove(moves, n, run, min(high, count - run), begin, min(wide, length - begin)))
+    return Moves.concat(found)
+
+
+def submove(moves: Moves, n: int, run: int, count: int, begin: int, length: int) -> Moves:
+    """Runs [run, run + count) of move n, of each the elements [begin, begin + length)."""
+    one = moves.take(np.array([n]))
+    shifted = {
+        f"{side}_at": getattr(one, f"{side}_at")
+        + run * getattr(one, f"{side}_row")
+        + begin * getattr(one, f"{side}_col")
+        for side in ("source", "target")
+    }
+    return Moves(**{**vars(one), **shifted, "count": np.array([count]), "length": np.array([length])})
+
+
+def aligned(nbytes: Any) -> Any:
+    """Bytes rounded up to a multiple of ALIGN_BYTES: a number, or many."""
+    return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def require_whole(streams: Sequence[Stream], readers: Sequence[Wanted]) -> None:
+    """Raises PlanError, naming tensors, unless every element that a reader wants is sent to it exactly once.
+
+    As what two ranks hold does not overlap, counting is enough.
+    """
+    for number, wanted in enumerate(readers):
+        sent = np.zeros(len(wanted.names), np.int64)
+        for stream in streams:
+            for bucket in stream.buckets:
+                if bucket.reader == number:
+                    np.add.at(sent, bucket.moves.tensor, bucket.moves.num_elements)
+        asked = np.zeros(len(wanted.names), np.int64)
+        np.add.at(asked, wanted.regions.tensor, wanted.regions.num_elements)
+        wrong = np.flatnonzero(sent != asked)
+        if len(wrong):
+            shown = ", ".join(f"{wanted.names[t]} ({sent[t]} of {asked[t]} elements)" for t in wrong[:8])
+            more = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
+            raise PlanError(f"the ranks of the trainer do not hold what an engine wants: {shown}{more}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seat:
+    """A worker's place: which reader it is, and its number among the workers that are this reader."""
+
+    reader: int
+    member: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """What a rank of the trainer sends, and by which way it comes: the address of a channel."""
+
+    rank: int
+    stream: Stream
+    signed: str  # the stream's fingerprint, as its rank made it
+    address: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """One bucket to load: of which rank, its number in what the push sends, in which slot, its segments' digests."""
+
+    rank: int
+    number: int
+    slot: int
+    digests: tuple[int, ...]
+
+
+def fingerprint(held: dict[tuple[int, int, int], int]) -> str:
+    """Hash of the digests of all segments, by (rank, bucket, segment)."""
+    return hashlib.sha256(repr(sorted(held.items())).encode()).hexdigest()[:16]
