@@ -167,7 +167,7 @@ class PolicyRank(Rank):
         `host`, `port`, `name`: where groups meet, if the channel has any.
         """
         sync = self.cfg.sync
-        stream = plan_stream(held_regions(self.engine, self.world), readers, sync.bucket_bytes)
+        stream = plan_stream(held_regions(self.engine, self.world), readers, sync.bucket_bytes, self.rank)
         outlet: Outlet
         if sync.channel is Channel.shm:
             outlet = Ring(stream.max_bytes, NUM_SLOTS)

@@ -100,7 +100,7 @@ def sources_of(engine: Engine) -> list[Read]:
             found.append(plain(flat))
         else:
             assert part.slice is None and engine.lora_scale is not None
-            found.append(with_adapter(flat, low, a, b, engine.lora_scale))
+            found.append(with_adapter(flat, low, a.to(flat.device), b.to(flat.device), engine.lora_scale))
     return found
 
 

@@ -544,6 +544,10 @@ class SyncConfig:
         require_range("sync.", "bucket_bytes", self.bucket_bytes, 1 << 16)
         require_range("sync.", "full_every", self.full_every, 1)
         require(
+            self.full_every > 1 or not self.delta,
+            f"sync.delta=true with sync.full_every={self.full_every}: every push would be whole; use at least 2",
+        )
+        require(
             not (self.one_by_one and self.channel is Channel.collective),
             "sync.one_by_one=true with sync.channel=collective: a broadcast reaches all engines at once; use "
             "sync.channel=shm",

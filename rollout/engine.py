@@ -113,9 +113,9 @@ class RolloutEngine:
 
         def work() -> None:
             self._paused = True
+            self._drain()
             if not self._llm.reset_prefix_cache(reset_running_requests=True):
                 raise RuntimeError("vLLM kept blocks of its prefix cache; stale keys and values would outlive the push")
-            self._drain()
 
         await self._run(work)
 
@@ -257,7 +257,11 @@ class RolloutEngine:
         self._running[request.request_id] = _Running(request=request, arrived=now)
 
     def _step(self) -> None:
-        for output in self._llm.step():
+        self._take_outputs(self._llm.step())
+        self._abort_overdue()
+
+    def _take_outputs(self, outputs: list[Any]) -> None:
+        for output in outputs:
             running = self._running.get(output.request_id)
             if running is None:
                 continue
@@ -266,14 +270,17 @@ class RolloutEngine:
             if output.finished:
                 del self._running[output.request_id]
                 self._finish(Outcome(request_id=output.request_id, completion=as_completion(running, output)))
-        self._abort_overdue()
 
     def _drain(self) -> None:
-        """Waits for the batches that are between pipeline stages; their requests have been put back, and drop them."""
+        """Takes in what is still between pipeline stages: tokens of the old weights, which belong to their requests."""
         core = self._llm.engine_core.engine_core
         while core.batch_queue:
             output, scheduled, _ = core.batch_queue.pop()
-            core.scheduler.update_from_output(scheduled, output.result())
+            for outputs in core.scheduler.update_from_output(scheduled, output.result()).values():
+                taken = self._llm.output_processor.process_outputs(
+                    outputs.outputs, engine_core_timestamp=outputs.timestamp, weight_version=str(self.version)
+                )
+                self._take_outputs(taken.request_outputs)
 
     def _abort_overdue(self) -> None:
         now = time.monotonic()
@@ -357,6 +364,9 @@ def build_engine(cfg: Config, index: int, device: str, model_path: str, num_thre
         enable_prefix_caching=rollout.prefix_caching,
         tensor_parallel_size=cfg.engine_tp(index),
         pipeline_parallel_size=cfg.engine_pp(index),
+        distributed_executor_backend="mp"
+        if cfg.engine_workers(index) > 1
+        else None,  # not Ray, though this is an actor
         enforce_eager=device == "cpu",
         generation_config="vllm",  # the model folder's generation_config.json must not fill in sampling options
         logprobs_mode="processed_logprobs",  # of the distribution that is sampled from: after the temperature

@@ -20,7 +20,7 @@ class EngineHandle:
 
     def __init__(self, make: Callable[[], Any], index: int):
         self._make, self.name = make, f"rollout engine {index}"
-        self.actor, self.generation = make(), 1
+        self.actor, self.generation, self.stopped = make(), 1, False
         self._start: tuple[str, int] | None = None
 
     def start(self, model_path: str, num_threads: int) -> Any:
@@ -69,6 +69,7 @@ class EngineHandle:
 
     def stop(self) -> None:
         """Ends the engine and its workers."""
+        self.stopped = True
         ray.kill(self.actor)
 
     def _future(self, method: str, *args: Any) -> Future[Any]:
@@ -126,9 +127,10 @@ class EngineGroup:
         self._all("wake", "wake")
 
     def _all(self, phase: str, method: str, *args: Any) -> None:
-        refs = [getattr(handle.actor, method).remote(*args) for handle in self.handles]
+        handles = [handle for handle in self.handles if not handle.stopped]
+        refs = [getattr(handle.actor, method).remote(*args) for handle in handles]
         try:
-            wait_all(refs, [h.name for h in self.handles], phase, self.cfg.sync.timeout_s)
+            wait_all(refs, [handle.name for handle in handles], phase, self.cfg.sync.timeout_s)
         except RuntimeError as error:
             if isinstance(error, RoleError):
                 raise

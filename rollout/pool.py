@@ -115,12 +115,12 @@ class RolloutPool:
     async def _advance(self, version: int) -> None:
         """Starts every group that `version` allows."""
         self._version = version
-        self._revive()
         steps = min(self.cfg.num_steps - version, 1 + self.cfg.max_lag)
         await self._start_groups(steps * self.cfg.prompts_per_step - len(self._groups))
 
     async def _start_groups(self, count: int) -> None:
         """Starts `count` groups at the next positions, all requests of an engine in one call."""
+        self._revive()
         batches: list[list[Request]] = [[] for _ in self.engines]
         for _ in range(count):
             position = self._position = self._unsettled(self._position)
@@ -157,6 +157,7 @@ class RolloutPool:
             raise RoleDied("phase rollout: every rollout engine is gone:\n  " + "\n  ".join(self._dead.values()))
 
     async def _sample(self, prompts: Sequence[Prompt], sampling: Sampling, samples: int) -> list[list[Trajectory]]:
+        self._revive()
         batches: list[list[Request]] = [[] for _ in self.engines]
         pending = [
             [

@@ -103,8 +103,8 @@ class Stream:
 
     @property
     def readers(self) -> tuple[int, ...]:
-        """To whom anything is sent."""
-        return tuple(sorted({bucket.reader for bucket in self.buckets}))
+        """To whom anything is sent, in the order of their first buckets."""
+        return tuple(dict.fromkeys(bucket.reader for bucket in self.buckets))
 
     @property
     def max_bytes(self) -> int:
@@ -124,13 +124,14 @@ class Stream:
         return digest.hexdigest()[:16]
 
 
-def plan_stream(held: Regions, readers: Sequence[Wanted], bucket_bytes: int) -> Stream:
+def plan_stream(held: Regions, readers: Sequence[Wanted], bucket_bytes: int, rank: int = 0) -> Stream:
     """What a rank that holds `held` sends to each reader, in buckets of at most `bucket_bytes`.
 
-    The readers' buckets take turns, so that all of them load at the same time.
+    The readers' buckets take turns, and each rank begins with another one, so that all of them load at the same time.
     """
     buckets = []
-    for number, wanted in enumerate(readers):
+    order = [(rank + k) % len(readers) for k in range(len(readers))]
+    for number, wanted in ((number, readers[number]) for number in order):
         moves = in_load_order(intersect(held, wanted.regions), wanted)
         moves = split_large(moves, wanted.item_bytes(moves.target), bucket_bytes)
         sizes = aligned(moves.num_elements * wanted.item_bytes(moves.target))
@@ -151,19 +152,21 @@ def take_turns(buckets: Sequence[Sequence[Bucket]], bucket_bytes: int) -> Stream
 def narrowed(stream: Stream, modules: Collection[str]) -> Stream:
     """What is left of a stream when only these modules are sent: fewer buckets, as full as the others."""
     chosen = set(modules)
-    buckets = []
-    for reader in stream.readers:
-        moves, sizes, names = [], [], list[str]()
-        for bucket in (bucket for bucket in stream.buckets if bucket.reader == reader):
-            for segment in bucket.segments:
-                if segment.module in chosen:
-                    own = np.arange(segment.first, segment.last)
-                    moves.append(bucket.moves.take(own))
-                    sizes.append(bucket.sizes[own])
-                    names += [segment.module] * len(own)
-        if moves:
-            found = cut_buckets(reader, Moves.concat(moves), np.concatenate(sizes), names, stream.bucket_bytes)
-            buckets.append(found)
+    left: dict[int, tuple[list[Moves], list[Ints], list[str]]] = {reader: ([], [], []) for reader in stream.readers}
+    for bucket in stream.buckets:
+        moves, sizes, names = left[bucket.reader]
+        all_sizes = bucket.sizes
+        for segment in bucket.segments:
+            if segment.module in chosen:
+                own = np.arange(segment.first, segment.last)
+                moves.append(bucket.moves.take(own))
+                sizes.append(all_sizes[own])
+                names += [segment.module] * len(own)
+    buckets = [
+        cut_buckets(reader, Moves.concat(moves), np.concatenate(sizes), names, stream.bucket_bytes)
+        for reader, (moves, sizes, names) in left.items()
+        if moves
+    ]
     return take_turns(buckets, stream.bucket_bytes)
 
 
@@ -199,16 +202,16 @@ def split_large(moves: Moves, item_bytes: Ints, bucket_bytes: int) -> Moves:
     large = moves.num_elements > room
     if not large.any():
         return moves
-    found = []
-    for n in range(len(moves)):
-        if not large[n]:
-            found.append(moves.take(np.array([n])))
-            continue
+    found, done = [], 0
+    for n in np.flatnonzero(large).tolist():
+        found.append(moves.take(np.arange(done, n)))
+        done = n + 1
         count, length = int(moves.count[n]), int(moves.length[n])
         high, wide = max(1, int(room[n]) // length), min(length, int(room[n]))
         for run in range(0, count, high):
             for begin in range(0, length, wide):
                 found.append(submove(moves, n, run, min(high, count - run), begin, min(wide, length - begin)))
+    found.append(moves.take(np.arange(done, len(moves))))
     return Moves.concat(found)
 
 
@@ -234,12 +237,10 @@ def require_whole(streams: Sequence[Stream], readers: Sequence[Wanted]) -> None:
 
     As what two ranks hold does not overlap, counting is enough.
     """
-    for number, wanted in enumerate(readers):
-        sent = np.zeros(len(wanted.names), np.int64)
-        for stream in streams:
-            for bucket in stream.buckets:
-                if bucket.reader == number:
-                    np.add.at(sent, bucket.moves.tensor, bucket.moves.num_elements)
+    sent_to = [np.zeros(len(wanted.names), np.int64) for wanted in readers]
+    for bucket in (bucket for stream in streams for bucket in stream.buckets):
+        np.add.at(sent_to[bucket.reader], bucket.moves.tensor, bucket.moves.num_elements)
+    for wanted, sent in zip(readers, sent_to, strict=True):
         asked = np.zeros(len(wanted.names), np.int64)
         np.add.at(asked, wanted.regions.tensor, wanted.regions.num_elements)
         wrong = np.flatnonzero(sent != asked)

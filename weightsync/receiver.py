@@ -19,7 +19,8 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process, get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import materialize_layer
 
-from weightsync.channels.channel import open_inlet
+from weightsync.channels.channel import Inlet, open_inlet
+from weightsync.channels.collective import GroupAddress
 from weightsync.folder import differences, folder_shapes
 from weightsync.plan import Bucket, Item, Link, Seat, Wanted, fingerprint, narrowed
 from weightsync.record import record, restore
@@ -47,7 +48,7 @@ class WorkerExtension:
             return str(error) or repr(error), b""
 
     def make_room_between_stages(self) -> None:
-        """What vLLM's CPU backend forgets with pipeline stages: the memory for what comes from the stage before."""
+        """Memory for what comes from the stage before, where it is not there yet: vLLM's CPU backend forgets it."""
         runner = self.model_runner  # type: ignore[attr-defined]
         if runner.intermediate_tensors is None:
             runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
@@ -66,6 +67,7 @@ class Receiver:
 
         Raises ValueError when they are not those of the model's folder.
         """
+        self.inlets: dict[int, Inlet] = {}  # a broadcast that still waits for this worker ends with its connection
         expected = folder_shapes(Path(self.model_config.model))
         tied = {"lm_head.weight"} if self.model_config.hf_config.get_text_config().tie_word_embeddings else set()
         problems = differences(shapes, expected, frozenset(tied))
@@ -87,6 +89,8 @@ class Receiver:
             link.rank: open_inlet(link.address, self.seat.reader, self.seat.member)
             for link in sorted(links, key=lambda link: link.rank)
         }
+        inboxes = [link.address.slot_bytes for link in links if isinstance(link.address, GroupAddress)]
+        self.inbox = torch.zeros(max(inboxes, default=0), dtype=torch.uint8)  # for all ranks: one bucket at a time
         sizes = np.zeros(len(self.wants.buffers), np.int64)
         np.add.at(sizes, self.wants.regions.buffer, self.wants.regions.num_elements)
         self.expected = dict.fromkeys(self.wants.modules, 0)
@@ -114,7 +118,7 @@ class Receiver:
         for item in items:
             bucket = self.current[item.rank].buckets[item.number]
             if bucket.reader == self.seat.reader:
-                self._load(item, bucket, self.inlets[item.rank].receive(item.slot, bucket.nbytes))
+                self._load(item, bucket, self.inlets[item.rank].receive(item.slot, bucket.nbytes, self.inbox))
 
     def _load(self, item: Item, bucket: Bucket, memory: torch.Tensor) -> None:
         found = digests(memory, bucket)
@@ -133,10 +137,15 @@ class Receiver:
         info = get_layerwise_info(module)
         if name not in self.begun:
             materialize_layer(module, info)
+            live = {} if info.kernel_tensors is None else info.kernel_tensors[0] | info.kernel_tensors[1]
             for parameter, tensor in [*module._parameters.items(), *module._buffers.items()]:
-                size = self.covered.get((name, parameter))
-                if size is not None and tensor is not None and size < tensor.numel():
+                size = self.covered.get((name, parameter), 0)
+                if tensor is None or size == tensor.numel() or tensor is live.get(parameter):
+                    continue
+                if size:
                     tensor.data.zero_()  # rows of padding
+                elif parameter in live and live[parameter].shape == tensor.shape:
+                    tensor.data.copy_(live[parameter])  # no folder holds it: it stays as it was
             self.begun.add(name)
         for k in moves:
             buffer, offset = int(m.target[k]), int(bucket.offset[k])
@@ -147,8 +156,6 @@ class Receiver:
             )
             self.left[name] -= count * length
         if self.left[name] == 0:
-            info.load_numel = info.load_numel_total or 0
-            info.loaded_weights.clear()
             _layerwise_process(module, info)
 
     def finish(self) -> str:

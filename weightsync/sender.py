@@ -30,22 +30,21 @@ class Sender:
     def __init__(self, stream: Stream, readers: Sequence[Wanted], outlet: Outlet):
         self.stream, self.readers, self.outlet = stream, readers, outlet
         self.pushed: dict[tuple[int, str], Any] = {}
-        self.current = stream
+        self.begin((), ())
 
     def begin(self, sources: Sequence[Read], modules: Collection[str] | None) -> None:
         """A push of these modules (None: all) from these sources, one for each buffer of the plan."""
         self.sources = sources
         self.current = self.stream if modules is None else narrowed(self.stream, modules)
-        for bucket in self.current.buckets:
-            for segment in bucket.segments:
-                self.pushed.pop((bucket.reader, segment.module), None)
+        self._sending: dict[tuple[int, str], Any] = {}
 
     def pack(self, number: int, slot: int) -> tuple[int, ...]:
         """Fills a slot with bucket `number` and sends it; gives the digest of each of its segments."""
         bucket, memory = self.current.buckets[number], self.outlet.slot(slot)
         fill(memory, bucket, self.sources, self.readers[bucket.reader])
         pieces = piece_digests(memory, bucket)
-        remember(self.pushed, bucket, pieces)
+        remember(self._sending, bucket, pieces)
+        self.pushed |= self._sending
         signed = segment_digests(bucket, pieces)
         self.outlet.send(slot, bucket.nbytes, bucket.reader)
         return signed

@@ -19,6 +19,7 @@ from weightsync.plan import Item, Link, Seat, Wanted, fingerprint, narrowed, req
 from weightsync.sender import NUM_SLOTS
 
 TRAINER = "the policy's ranks"
+Held = dict[tuple[int, int, int], int]  # digests by (rank, bucket, segment)
 
 
 class Source(Protocol):
@@ -104,6 +105,7 @@ class SyncReport:
     transfer_s: float = 0.0
     probe_s: float = 0.0
     probe_max: float = 0.0
+    paused: dict[str, float] = field(default_factory=dict)  # since when, by the monotonic clock
     stall_s: dict[str, float] = field(default_factory=dict)
     resent: list[str] = field(default_factory=list)
     restarted: list[str] = field(default_factory=list)
@@ -124,6 +126,24 @@ class SyncReport:
             "sync/num_restarted": float(len(self.restarted)),
             "sync/num_lost": float(len(self.lost)),
         }
+
+
+@dataclass(kw_only=True)
+class Delivery:
+    """One push to some engines: who is still in it, who failed and why, and who was cut off by another's failure."""
+
+    left: list[Sink]
+    failed: dict[str, str] = field(default_factory=dict)
+    cut_off: list[Sink] = field(default_factory=list)
+
+    def drop(self, down: dict[str, str], cuts_off: bool = False) -> None:
+        """Some engines have failed. `cuts_off`: no bytes reach the others any more either."""
+        self.failed |= down
+        rest = [sink for sink in self.left if sink.name not in down]
+        if down and cuts_off:
+            self.cut_off += rest
+            rest = []
+        self.left = rest
 
 
 class WeightSync:
@@ -149,6 +169,7 @@ class WeightSync:
         self.source, self.sinks, self.cfg, self.restart_s, self.say = source, list(sinks), cfg, restart_s, say
         self.probe_row, self.probe_limit = probe_row, probe_limit
         self.lost: dict[str, str] = {}  # engines that were given up, and why
+        self.report: SyncReport | None = None  # of the last push, or the one that is going on
         self._since_whole = 0  # pushes since the last whole one to everybody, that one included; 0: none
         if failed := self._connect(self.sinks):
             raise SyncError("\n".join(failed.values()))
@@ -163,8 +184,13 @@ class WeightSync:
         return sum(bucket.nbytes for link in self.links for bucket in link.stream.buckets)
 
     def push(self, version: int) -> Metrics:
-        """Pushes `version`. Raises SyncError, with engines left paused, when the trainer fails or no engine is left."""
-        self.report = SyncReport(version=version, num_modules=len(self._modules))
+        """Pushes `version` to every engine that is left; each samples again once it is verified.
+
+        Raises SyncError when the trainer fails, which leaves the engines that it was serving paused, or when no engine
+        is left.
+        """
+        report = SyncReport(version=version, num_modules=len(self._modules), lost=dict(self.lost))
+        self.report = report
         failed: dict[str, str] = {}
         if {sink.name for sink in self.living} != self._connected:
             failed = self._connect(self.living)
@@ -174,47 +200,54 @@ class WeightSync:
             started = time.monotonic()
             changed = self._trainer("compare", self.source.changed())
             modules = sorted({module for rank in changed for module in rank})
-            self.report.detect_s = time.monotonic() - started
-        self.report.modules = len(self._modules if modules is None else modules)
+            report.detect_s = time.monotonic() - started
+        report.modules = len(self._modules if modules is None else modules)
         self._since_whole = 1 if modules is None else self._since_whole + 1
+        cut_off: list[Sink] = []
         for sinks in [[sink] for sink in ready] if self.cfg.one_by_one else [ready]:
-            failed |= self._deliver(sinks, modules)
-        if failed:
-            self._repair(failed)
-        return self.report.metrics()
+            done = self._deliver(sinks, modules, report)
+            failed |= done.failed
+            cut_off += done.cut_off
+        self._mend(failed, cut_off, report)
+        return report.metrics()
 
-    def _repair(self, failed: dict[str, str]) -> None:
-        """Brings engines back that failed: by a whole push, else by a restart and a whole push; else gives them up."""
-        for step, repaired in (("resend", self.report.resent), ("restart", self.report.restarted)):
+    def _mend(self, failed: dict[str, str], cut_off: list[Sink], report: SyncReport) -> None:
+        """Brings engines back that failed: by a whole push, else by a restart and a whole push; else gives them up.
+
+        Those that another has cut off come first, without it; then each of the others alone.
+        """
+        if cut_off:
+            self.say(f"{', '.join(sink.name for sink in cut_off)}: cut off by the failure of another engine; resend")
+            done = self._deliver_anew(cut_off, report)
+            failed |= done.failed | {sink.name: f"{sink.name} was cut off again" for sink in done.cut_off}
+            report.resent += [sink.name for sink in cut_off if sink.name not in failed]
+        for step, mended in (("resend", report.resent), ("restart", report.restarted)):
             sinks = [sink for sink in self.living if sink.name in failed]
             for sink in sinks:
                 self.say(f"{failed[sink.name]}; {step}")
-            down: dict[str, str] = {}
+            failed = {}
             if step == "restart":
-                _, down = self._each(step, sinks, lambda sink: sink.restart(), self.restart_s)
-            failed = down | self._deliver_anew([sink for sink in sinks if sink.name not in down])
-            repaired += [sink.name for sink in sinks if sink.name not in failed]
-            if not failed:
-                return
-        self.lost |= failed
-        self.report.lost = dict(self.lost)
-        for sink in self.sinks:
+                failed = self._each(step, sinks, lambda sink: sink.restart(), self.restart_s)[1]
+            for sink in sinks:
+                if sink.name not in failed:
+                    failed |= self._deliver_anew([sink], report).failed
+            mended += [sink.name for sink in sinks if sink.name not in failed]
+        for sink in self.living:
             if sink.name in failed:
                 sink.stop()
+        self.lost |= failed
+        report.lost = dict(self.lost)
         if not self.living:
             raise SyncError("no rollout engine is left:\n  " + "\n  ".join(self.lost.values()))
         for why in failed.values():
             self.say(f"{why}; the engine is given up")
 
-    def _deliver_anew(self, sinks: list[Sink]) -> dict[str, str]:
-        """A whole push to some engines over new connections. Gives those that failed, and why."""
-        if not sinks:
-            return {}
-        try:
-            failed = self._connect(sinks)
-        except SyncError as error:  # the ranks could not meet them
-            return {sink.name: str(error) for sink in sinks}
-        return failed | self._deliver([sink for sink in sinks if sink.name not in failed], None)
+    def _deliver_anew(self, sinks: list[Sink], report: SyncReport) -> Delivery:
+        """A whole push to some engines over new connections."""
+        failed = self._connect(sinks)
+        done = self._deliver([sink for sink in sinks if sink.name not in failed], None, report)
+        done.failed |= failed
+        return done
 
     def _connect(self, sinks: list[Sink]) -> dict[str, str]:
         """Plans for these engines and meets them. Gives those that failed, and why. The next push is whole."""
@@ -222,114 +255,135 @@ class WeightSync:
         wants, failed = self._each(
             "plan", sinks, lambda sink: sink.wanted(shapes, self.source.dtype), self.cfg.timeout_s
         )
-        readers: dict[str, Wanted] = {}
-        members: dict[str, int] = {}
+        numbers: dict[str, int] = {}
+        readers: list[Wanted] = []
+        sizes: list[int] = []
         seats: dict[str, list[Seat]] = {name: [] for name in wants}
         for name, workers in wants.items():
             for wanted in workers:
-                key = wanted.fingerprint()
-                readers.setdefault(key, wanted)
-                members[key] = members.get(key, 0) + 1
-                seats[name].append(Seat(reader=list(readers).index(key), member=members[key] - 1))
+                number = numbers.setdefault(wanted.fingerprint(), len(readers))
+                if number == len(readers):
+                    readers.append(wanted)
+                    sizes.append(0)
+                seats[name].append(Seat(reader=number, member=sizes[number]))
+                sizes[number] += 1
         self._seats, self._connected, self._since_whole = seats, set(seats), 0
         if not seats:
             return failed
-        wanted_all = list(readers.values())
-        self.links = self.source.plan(wanted_all, list(members.values()), uuid.uuid4().hex[:8])
-        require_whole([link.stream for link in self.links], wanted_all)
-        self._modules = sorted({module for wanted in wanted_all for module in wanted.modules})
+        self.links = self.source.plan(readers, sizes, uuid.uuid4().hex[:8])
+        require_whole([link.stream for link in self.links], readers)
+        self._modules = sorted({module for wanted in readers for module in wanted.modules})
         met = self.source.connect()
         answering = [sink for sink in sinks if sink.name in seats]
         _, down = self._each(
             "connect", answering, lambda sink: sink.connect(seats[sink.name], self.links), self.cfg.timeout_s
         )
-        self._trainer("connect", met)
+        try:
+            self._trainer("connect", met)
+        except SyncError as error:
+            if not down:
+                raise
+            down = {sink.name: str(error) for sink in answering} | down  # the ranks met none of them
         self._connected -= down.keys()
         return failed | down
 
-    def _deliver(self, sinks: list[Sink], modules: list[str] | None) -> dict[str, str]:
-        """One push to some of the connected engines, which resume when it is verified. Gives those that failed, and
-        why. They are paused.
-        """
-        left, failed, began = list(sinks), dict[str, str](), time.monotonic()
-        if not left:
-            return failed
-
-        def each(phase: str, call: Callable[[Sink], Future[Any]]) -> dict[str, Any]:
-            results, down = self._each(phase, left, call, self.cfg.timeout_s)
-            failed.update(down)
-            if down and self.cfg.channel is Channel.collective:  # no broadcast reaches the others of its group
-                failed.update({sink.name: f"{sink.name}: a member of its group failed" for sink in left} | down)
-            left[:] = [sink for sink in left if sink.name not in failed]
-            return results
-
-        each("pause", lambda sink: sink.pause())
-        each("begin", lambda sink: sink.begin_update(modules))
+    def _deliver(self, sinks: list[Sink], modules: list[str] | None, report: SyncReport) -> Delivery:
+        """One push to some of the connected engines. Each resumes when it is verified, or else stays paused."""
+        done = Delivery(left=list(sinks))
+        began = time.monotonic()
+        for sink in sinks:
+            report.paused.setdefault(sink.name, began)
+        self._step("pause", done, lambda sink: sink.pause(), before_last_byte=True)
+        self._step("begin", done, lambda sink: sink.begin_update(modules), before_last_byte=True)
+        if not done.left:
+            return done
         self._trainer("begin", self.source.begin_push(modules))
         started = time.monotonic()
+        held, ours = self._send(done, modules, report)
+        if not done.left:
+            return done
+        prints = self._step("finish", done, lambda sink: sink.finish_update(report.version))
+        loaded = time.monotonic()
+        for sink in list(done.left):
+            wanted = [fingerprint(held[seat.reader]) for seat in self._seats[sink.name]]
+            if prints[sink.name] != wanted:
+                why = self._text("finish", f"{sink.name} holds {prints[sink.name]}, sent were {wanted}")
+                done.drop({sink.name: why})
+        expected = self._trainer("probe", ours)
+        theirs = self._step("probe", done, lambda sink: sink.probe(self.probe_row))
+        for sink in list(done.left):
+            if why := self._mismatch(sink.name, expected, theirs[sink.name]):
+                done.drop({sink.name: why})
+        self._step("resume", done, lambda sink: sink.resume())
+        ended = time.monotonic()
+        report.stall_s |= {sink.name: ended - report.paused[sink.name] for sink in done.left}
+        report.transfer_s += loaded - started
+        report.probe_s += ended - loaded
+        return done
+
+    def _send(
+        self, done: Delivery, modules: list[str] | None, report: SyncReport
+    ) -> tuple[dict[int, Held], Future[list[float]]]:
+        """All rounds of a push: what each reader was sent, and the trainer's log-probabilities of the probe row."""
+        readers = {seat.reader for sink in done.left for seat in self._seats[sink.name]}
         streams = [link.stream if modules is None else narrowed(link.stream, modules) for link in self.links]
-        counts = [len(stream.buckets) for stream in streams]
-        rounds = [[k if k < count else None for count in counts] for k in range(max(counts))]
-        held: dict[int, dict[tuple[int, int, int], int]] = {s.reader: {} for own in self._seats.values() for s in own}
+        own = [[k for k, bucket in enumerate(stream.buckets) if bucket.reader in readers] for stream in streams]
+        count = max(len(numbers) for numbers in own)
+        rounds = [[numbers[k] if k < len(numbers) else None for numbers in own] for k in range(count)]
+        held: dict[int, Held] = {reader: {} for reader in readers}
         packed = self.source.pack(rounds[0], 0) if rounds else None
-        expected = None
+        ours: Future[list[float]] | None = None
         for number, buckets in enumerate(rounds):
             assert packed is not None
             signed = self._trainer(f"pack round {number}", packed)
-            items = [
-                Item(rank=link.rank, number=bucket, slot=number % NUM_SLOTS, digests=own)
-                for link, bucket, own in zip(self.links, buckets, signed, strict=True)
-                if bucket is not None
-            ]
-            for item, stream in ((item, streams[item.rank]) for item in items):
-                bucket = stream.buckets[item.number]
-                self.report.num_bytes += bucket.nbytes
-                held[bucket.reader] |= {(item.rank, item.number, k): digest for k, digest in enumerate(item.digests)}
-            loading = {sink.name: sink.load(items) for sink in left}
+            items = []
+            for link, stream, k, digests in zip(self.links, streams, buckets, signed, strict=True):
+                if k is not None:
+                    items.append(Item(rank=link.rank, number=k, slot=number % NUM_SLOTS, digests=digests))
+                    held[stream.buckets[k].reader] |= {(link.rank, k, nth): d for nth, d in enumerate(digests)}
+                    report.num_bytes += stream.buckets[k].nbytes
+            loading = {sink.name: sink.load(items) for sink in done.left}
             if number + 1 < len(rounds):
                 packed = self.source.pack(rounds[number + 1], (number + 1) % NUM_SLOTS)
-            if expected is None:
-                expected = self.source.probe(self.probe_row)  # while the engines load
-            each(f"load round {number}", lambda sink, loading=loading: loading[sink.name])  # type: ignore[misc]
-            if not left:
-                return failed
-        prints = each("finish", lambda sink: sink.finish_update(self.report.version))
-        loaded = time.monotonic()
-        for sink in list(left):
-            wanted = [fingerprint(held[seat.reader]) for seat in self._seats[sink.name]]
-            if prints[sink.name] != wanted:
-                failed[sink.name] = self._text("finish", f"{sink.name} holds {prints[sink.name]}, sent were {wanted}")
-                left.remove(sink)
-        ours = self._trainer("probe", expected or self.source.probe(self.probe_row))
-        theirs = each("probe", lambda sink: sink.probe(self.probe_row))
-        for sink in list(left):
-            if why := self._mismatch(sink.name, ours, theirs[sink.name]):
-                failed[sink.name] = why
-                left.remove(sink)
-        each("resume", lambda sink: sink.resume())
-        ended = time.monotonic()
-        self.report.stall_s |= {sink.name: ended - began for sink in left}
-        self.report.transfer_s += loaded - started
-        self.report.probe_s += ended - loaded
-        return failed
+            if ours is None:
+                ours = self.source.probe(self.probe_row)  # while the engines load
+            _, down = self._wait(f"load round {number}", loading, self.cfg.timeout_s)
+            done.drop(down, cuts_off=self.cfg.channel is Channel.collective)
+            if not done.left:
+                break
+        return held, ours or self.source.probe(self.probe_row)
+
+    def _step(
+        self, phase: str, done: Delivery, call: Callable[[Sink], Future[Any]], before_last_byte: bool = False
+    ) -> dict[str, Any]:
+        """Results of a call to every engine that is left, by its name; those that fail are dropped.
+
+        `before_last_byte`: of a broadcast, which an engine that fails would keep from reaching the others.
+        """
+        results, down = self._each(phase, done.left, call, self.cfg.timeout_s)
+        done.drop(down, cuts_off=before_last_byte and self.cfg.channel is Channel.collective)
+        return results
 
     def _mismatch(self, name: str, ours: list[float], theirs: list[float]) -> str:
         """What is wrong with an engine's log-probabilities of the probe row; empty when nothing is."""
         gaps = [abs(a - b) for a, b in zip(ours, theirs, strict=False)]
         if len(theirs) == len(ours) and all(gap <= self.probe_limit for gap in gaps):
+            assert self.report is not None
             self.report.probe_max = max(self.report.probe_max, *gaps)
             return ""
         shown = f"differ by {gaps[:8]}" if len(theirs) == len(ours) else f"are {len(theirs)}, not {len(ours)}"
         return (
-            f"{name} does not hold the trainer's weights of version {self.report.version}: log-probabilities of the "
-            f"probe row {shown}, limit {self.probe_limit:.3g} (sync.probe_limit)"
+            f"{name} does not hold the trainer's weights{self._of_version()}: log-probabilities of the probe row "
+            f"{shown}, limit {self.probe_limit:.3g} (sync.probe_limit)"
         )
 
     # -- waiting --
 
     def _text(self, phase: str, what: str) -> str:
-        begin = f"push of version {self.report.version}" if hasattr(self, "report") else "weight sync"
-        return f"{begin}, phase {phase}: {what}"
+        return f"{'push' if self.report else 'weight sync'}{self._of_version()}, phase {phase}: {what}"
+
+    def _of_version(self) -> str:
+        return f" of version {self.report.version}" if self.report else ""
 
     def _trainer(self, phase: str, future: Future[Any]) -> Any:
         """The trainer's answer. Raises SyncError when it fails or does not come."""

@@ -24,6 +24,7 @@ from conf.errors import ConfigError
 from conf.layout import TrainLayout, every_layout, model_refusal
 from conf.schema import ClusterConfig, Config, ModelConfig, RolloutConfig, SyncConfig, TrainerConfig
 from rl.batching import collate
+from rl.faults import SyncError
 from rl.types import Batch, Group, Prompt, Trajectory
 from rollout.engines import EngineGroup
 from scripts.benchmarks.common import Row, say
@@ -217,10 +218,10 @@ def measure_layout(group: RankGroup, engines: EngineGroup, cfg: Config, folder: 
             weights = root / "trained"
             group.call("export", str(weights), str(folder))
         started = time.monotonic()
-        sync.push(version)
+        metrics = sync.push(version)
         push_s = time.monotonic() - started
-        if sync.report.resent or sync.report.restarted:
-            raise RuntimeError(f"{engine_label(sizes[0])}: the push had to be repeated")
+        if metrics["sync/num_resent"] or metrics["sync/num_restarted"]:
+            raise SyncError(f"{cfg.train_layout.label()}, {mode}: an engine needed another push")
         gaps = gaps_of(handles, weights)
         extra = None
         if cfg.sync.channel is Channel.shm and mode == "full":  # a broadcast would wait for its readers

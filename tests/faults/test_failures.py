@@ -142,8 +142,12 @@ def test_rewards_that_all_fail_stop_the_run_with_the_users_exception(ended: dict
 
 
 def test_dead_rank_and_dead_engine_end_their_runs_by_name(launch: Launch) -> None:
-    """Two runs at once: in one the training rank is killed, in the other the only engine."""
-    victims = {"policy": launch(ENDLESS, WANDB, name="rank"), "rollout": launch(ENDLESS, WANDB, name="engine")}
+    """Two runs at once: in one the training rank is killed, in the other the only engine while it samples.
+
+    (An engine that is found dead by a push is started again.)
+    """
+    long = ("rollout.max_tokens=500", "rollout.max_model_len=512")  # sampling is nearly all that the engine does
+    victims = {"policy": launch(ENDLESS, WANDB, name="rank"), "rollout": launch(ENDLESS, WANDB, *long, name="engine")}
     since: dict[str, float] = {}
     for role, run in victims.items():
         run.wait_step(1)

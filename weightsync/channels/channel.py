@@ -34,8 +34,8 @@ class Outlet(Protocol):
 class Inlet(Protocol):
     """A worker's side of what one rank sends."""
 
-    def receive(self, slot: int, nbytes: int) -> torch.Tensor:
-        """uint8 [at least nbytes], valid until the next call."""
+    def receive(self, slot: int, nbytes: int, memory: torch.Tensor) -> torch.Tensor:
+        """uint8 [at least nbytes], valid until the next call; in `memory`, which is as large, unless it is shared."""
         ...
 
 

@@ -28,7 +28,7 @@ class Broadcaster:
     """The rank's side: `num_slots` slots of `slot_bytes` in memory of its own."""
 
     def __init__(self, address: GroupAddress, num_slots: int):
-        self.address, self.num_slots = address, num_slots
+        self.address = address
         self._slots = [torch.zeros(address.slot_bytes, dtype=torch.uint8) for _ in range(num_slots)]
         self._sending: list[Any] = [None] * num_slots
         self._groups: dict[int, Any] = {}
@@ -58,12 +58,11 @@ class Listener:
 
     def __init__(self, address: GroupAddress, reader: int, member: int):
         self._group = join(address, reader, 1 + member) if reader in address.readers else None
-        self._memory = torch.zeros(address.slot_bytes, dtype=torch.uint8)
 
-    def receive(self, slot: int, nbytes: int) -> torch.Tensor:
-        """The next bytes, whatever the slot that they were sent from."""
-        broadcast(self._group, self._memory[:nbytes]).wait()
-        return self._memory
+    def receive(self, slot: int, nbytes: int, memory: torch.Tensor) -> torch.Tensor:
+        """The next bytes, whatever the slot that they were sent from, in `memory`."""
+        broadcast(self._group, memory[:nbytes]).wait()
+        return memory
 
 
 def join(address: GroupAddress, reader: int, member: int) -> Any:

@@ -58,7 +58,7 @@ class RingReader:
         self._slot_bytes = address.slot_bytes
         self._memory = open_ring(address.path, address.slot_bytes, address.num_slots)
 
-    def receive(self, slot: int, nbytes: int) -> torch.Tensor:
+    def receive(self, slot: int, nbytes: int, memory: torch.Tensor | None = None) -> torch.Tensor:
         """As weightsync.channels.channel.Inlet."""
         return slot_of(self._memory, slot, self._slot_bytes)
 

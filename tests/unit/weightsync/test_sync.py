@@ -83,6 +83,7 @@ class Source:
         self.events, self.slots, self.ranks, self.count = events, slots, ranks, count
         self.answers = dict[str, Future[Any]]()
         self.different: list[list[str]] = []
+        self.meets: list[Future[Any]] = []
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {"w": (2,)}
@@ -93,7 +94,7 @@ class Source:
         return [Link(rank=rank, stream=stream(self.count), signed="", address=None) for rank in range(self.ranks)]
 
     def connect(self) -> Future[Any]:
-        return self.answers.get("connect", done())
+        return self.meets.pop(0) if self.meets else done()
 
     def changed(self) -> Future[list[list[str]]]:
         return self.answers.get("changed", done(self.different))
@@ -353,15 +354,37 @@ def test_engine_that_lacks_memory_says_what_to_change() -> None:
     assert "B failed: out of memory (CUDA out of memory.); lower" in bench.said[0]
 
 
-def test_broadcast_group_that_loses_a_member_is_made_anew_for_all() -> None:
+@pytest.mark.parametrize(("call", "phase"), CALLS[:3])
+def test_broadcast_that_loses_a_member_is_made_anew_first_without_it(call: str, phase: str) -> None:
     bench = Bench(channel=Channel.collective)
-    bench.sinks[1].answers["load m1"] = [broken(RuntimeError("gone"))]
-    bench.sync.push(4)
+    bench.sinks[1].answers[call] = [broken(RuntimeError("gone"))]
+    metrics = bench.sync.push(4)
     assert bench.said == [
-        "A: a member of its group failed; resend",
-        "push of version 4, phase load round 1: B failed: gone; resend",
+        "A: cut off by the failure of another engine; resend",
+        f"push of version 4, phase {phase}: B failed: gone; resend",
     ]
     assert bench.states == ["sampling"] * 2 and bench.of("A")[-len(ANEW) :] == ANEW
+    assert metrics["sync/num_resent"] == 2
+    assert bench.events.index("B wanted") > max(k for k, event in enumerate(bench.events) if event == "A resume")
+
+
+@pytest.mark.parametrize(("call", "phase"), CALLS)
+def test_engine_that_always_fails_does_not_take_others_of_its_broadcast_along(call: str, phase: str) -> None:
+    bench = Bench(channel=Channel.collective)
+    bench.sinks[1].answers[call] = [broken(RuntimeError("gone")) for _ in range(3)]
+    metrics = bench.sync.push(4)
+    assert bench.states == ["sampling", "stopped"] and metrics["sync/num_lost"] == 1
+    assert bench.sync.push(5)["sync/num_lost"] == 1 and bench.states[0] == "sampling"
+
+
+def test_ranks_that_cannot_meet_an_engine_meet_the_others() -> None:
+    bench = Bench(channel=Channel.collective)
+    bench.sinks[1].answers["begin"] = [broken(RuntimeError("once"))]
+    bench.sync.push(4)
+    bench.sinks[1].answers["connect"] = [broken(RuntimeError("died"))]
+    bench.source.meets = [broken(RuntimeError("nobody came")), done()]
+    bench.sync.push(5)
+    assert bench.states == ["sampling"] * 2
 
 
 # -- a trainer that fails --
@@ -523,4 +546,4 @@ def test_twenty_deltas_equal_whole_pushes_bit_for_bit() -> None:
         for engine in engines:
             assert all(torch.equal(v, source.lm.state_dict()[n]) for n, v in engine.lm.state_dict().items())
         if version:
-            assert sync.report.modules == 1 and sent[-1] <= 1.2 * chosen.nbytes + 16
+            assert sync.report is not None and sync.report.modules == 1 and sent[-1] <= 1.2 * chosen.nbytes + 16
