@@ -19,6 +19,7 @@ import torch
 from actors.cluster import Cluster
 from actors.group import RankGroup
 from actors.roles import ActorPolicy, ActorReference
+from conf.choices import Channel
 from conf.schema import ClusterConfig, Config
 from rl.batching import collate
 from rl.faults import SyncError
@@ -180,15 +181,21 @@ def test_two_pushes_in_a_row_of_different_weights(
     assert_holds(handles, trained, 2)
 
 
-def test_pushes_of_several_buckets_through_a_ring_of_two_slots(world: World) -> None:
-    cfg = config()
-    cfg = replace(cfg, sync=replace(cfg.sync, bucket_bytes=1 << 17))
-    for version, name in enumerate(("tied-1", "tied-2"), start=5):
-        policy = restart(world.groups[1], cfg, world.folders[name])
-        sync = connect(policy, world.handles("tied"), PROBE)
-        assert max(len(link.stream.buckets) for link in sync.links) > NUM_SLOTS
-        sync.push(version)
-        assert_holds(world.handles("tied"), world.folders[name], version)
+@pytest.mark.parametrize("channel", list(Channel))
+def test_pushes_of_several_buckets_whole_and_of_what_has_changed(
+    world: World, tmp_path: Path, channel: Channel
+) -> None:
+    cfg = config(mismatch_limit=1e9)
+    cfg = replace(cfg, sync=replace(cfg.sync, bucket_bytes=1 << 17, channel=channel, delta=True))
+    policy, handles = restart(world.groups[1], cfg, world.folders["tied-1"]), world.handles("tied")
+    sync = connect(policy, handles, PROBE)
+    assert max(len(link.stream.buckets) for link in sync.links) > NUM_SLOTS
+    assert sync.push(5)["sync/bytes"] == sync.num_bytes
+    assert_holds(handles, world.folders["tied-1"], 5)
+    assert sync.push(6)["sync/bytes"] == 0
+    train(policy)
+    assert 0 < sync.push(7)["sync/bytes"] <= sync.num_bytes
+    assert_holds(handles, export(policy, world.folders["tied-1"], tmp_path / "hf"), 7)
 
 
 # -- caches --
