@@ -55,6 +55,12 @@ def held(completion, record):
     while completion and not os.path.exists("go"):
         time.sleep(0.05)
     return float(len(set(completion)))
+
+def late(completion, record):
+    """As `held`, and then it takes its time: by then it is known what has died meanwhile."""
+    score = held(completion, record)
+    time.sleep(2.0 if completion else 0.0)
+    return score
 '''
 
 
@@ -141,19 +147,25 @@ def test_rewards_that_all_fail_stop_the_run_with_the_users_exception(ended: dict
 # Dead processes
 
 
-def test_dead_rank_and_dead_engine_end_their_runs_by_name(launch: Launch) -> None:
-    """Two runs at once: in one the training rank is killed, in the other the only engine while it samples.
-
-    (An engine that is found dead by a push is started again.)
+def test_dead_rank_and_dead_engine_end_their_runs_by_name(launch: Launch, work: Path) -> None:
+    """Two runs at once: in one the training rank is killed, in the other the only engine, before a step's groups are
+    whole. (An engine that is found dead by a push is started again.)
     """
-    long = ("rollout.max_tokens=500", "rollout.max_model_len=512")  # sampling is nearly all that the engine does
-    victims = {"policy": launch(ENDLESS, WANDB, name="rank"), "rollout": launch(ENDLESS, WANDB, *long, name="engine")}
+    (work / "verdicts.py").write_text(REWARDS)
+    few = ("prompts_per_step=1", "samples_per_prompt=2")
+    waiting = ("reward=function", "reward._target_=verdicts.late", "reward.deadline_s=600")
+    victims = {
+        "policy": launch(ENDLESS, WANDB, name="rank"),
+        "rollout": launch(ENDLESS, WANDB, *few, *waiting, name="engine"),
+    }
     since: dict[str, float] = {}
+    victims["policy"].wait_step(1)
+    victims["rollout"].wait_for("the first completion", (work / "asked").exists)
     for role, run in victims.items():
-        run.wait_step(1)
         (pid,) = run.pids(role)
         os.kill(pid, signal.SIGKILL)
         since[role] = time.monotonic()
+    (work / "go").touch()
     for role, name in {"policy": "policy rank 0", "rollout": "rollout engine 0"}.items():
         run = victims[role]
         assert run.wait(NOTICED_S) == 1, run.err
@@ -162,7 +174,8 @@ def test_dead_rank_and_dead_engine_end_their_runs_by_name(launch: Launch) -> Non
         assert run.err.count("error: ") == 1 and name in run.err and "phase " in run.err, run.err
         assert "Traceback" not in run.err and "logs of the actors" in run.err
         summary, steps = run.summary(), run.steps()
-        assert summary["status"] == "failed" and name in summary["error"] and summary["steps"] == steps[-1]
+        assert summary["status"] == "failed" and name in summary["error"]
+        assert summary["steps"] == (steps[-1] if role == "policy" else 0)
         (folder,) = offline_folders(run.folder)
         stored = read_offline(folder)
         assert [row["train/step"] for row in stored["rows"]] == steps and stored["exit_code"] == 1
