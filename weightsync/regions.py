@@ -10,7 +10,7 @@ intersects them knows what has to move where.
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import product
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +18,41 @@ from numpy.typing import NDArray
 Ints = NDArray[Any]  # of int64, which the type stubs of numpy lose in divisions
 
 
+class Columns:
+    """What Regions and Moves have in common: dataclasses whose every field is [N] int64."""
+
+    tensor: Ints
+    count: Ints
+    length: Ints
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+    @property
+    def num_elements(self) -> Ints:
+        return self.count * self.length
+
+    def take(self, index: NDArray[np.generic]) -> Self:
+        """Those at `index`: numbers, or a mask."""
+        return type(self)(**{name: column[index] for name, column in vars(self).items()})
+
+    @classmethod
+    def concat(cls, parts: Sequence[Self]) -> Self:
+        if not parts:
+            return cls.of([])
+        names = vars(parts[0])
+        return cls(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
+
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[int]]) -> Self:
+        """From rows of the fields' values, in their order."""
+        names = [field.name for field in fields(cls)]  # type: ignore[arg-type]  # of a subclass, which is a dataclass
+        table = np.asarray(rows, np.int64).reshape(-1, len(names))
+        return cls(**{name: table[:, k].copy() for k, name in enumerate(names)})
+
+
 @dataclass(frozen=True, kw_only=True)
-class Regions:
+class Regions(Columns):
     """N regions; every field is [N] int64. `tensor` and `buffer` are numbers in lists that the owner keeps.
 
     Runs do not overlap: stride >= length >= 1, count >= 1.
@@ -35,32 +68,9 @@ class Regions:
     row: Ints
     col: Ints
 
-    def __len__(self) -> int:
-        return len(self.tensor)
-
-    @property
-    def num_elements(self) -> Ints:
-        return self.count * self.length
-
-    def take(self, index: NDArray[np.generic]) -> "Regions":
-        """Those at `index`: numbers, or a mask."""
-        return Regions(**{field.name: getattr(self, field.name)[index] for field in fields(self)})
-
-    @staticmethod
-    def concat(parts: Sequence["Regions"]) -> "Regions":
-        if not parts:
-            return Regions(**{field.name: np.zeros(0, np.int64) for field in fields(Regions)})
-        return Regions(**{f.name: np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(Regions)})
-
-    @staticmethod
-    def of(rows: Sequence[Sequence[int]]) -> "Regions":
-        """From rows of (tensor, start, count, stride, length, buffer, at, row, col)."""
-        table = np.asarray(rows, np.int64).reshape(-1, len(fields(Regions)))
-        return Regions(**{field.name: table[:, k].copy() for k, field in enumerate(fields(Regions))})
-
 
 @dataclass(frozen=True, kw_only=True)
-class Moves:
+class Moves(Columns):
     """N copies, of `count` runs of `length` elements each, from one side's buffers to the other's: [N] int64.
 
     Element j of run i comes from `source_at + i * source_row + j * source_col`, and goes likewise.
@@ -77,29 +87,6 @@ class Moves:
     target_at: Ints
     target_row: Ints
     target_col: Ints
-
-    def __len__(self) -> int:
-        return len(self.tensor)
-
-    @property
-    def num_elements(self) -> Ints:
-        return self.count * self.length
-
-    def take(self, index: NDArray[np.generic]) -> "Moves":
-        """Those at `index`: numbers, or a mask."""
-        return Moves(**{field.name: getattr(self, field.name)[index] for field in fields(self)})
-
-    @staticmethod
-    def concat(parts: Sequence["Moves"]) -> "Moves":
-        if not parts:
-            return Moves(**{field.name: np.zeros(0, np.int64) for field in fields(Moves)})
-        return Moves(**{f.name: np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(Moves)})
-
-    @staticmethod
-    def of(rows: Sequence[Sequence[int]]) -> "Moves":
-        """From rows of the fields' values, in their order."""
-        table = np.asarray(rows, np.int64).reshape(-1, len(fields(Moves)))
-        return Moves(**{field.name: table[:, k].copy() for k, field in enumerate(fields(Moves))})
 
 
 def view_region(tensor: int, buffer: int, ours: Any, theirs: Any) -> list[tuple[int, ...]]:

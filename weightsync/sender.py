@@ -44,7 +44,7 @@ class Sender:
         fill(memory, bucket, self.sources, self.readers[bucket.reader])
         pieces = piece_digests(memory, bucket)
         remember(self._sending, bucket, pieces)
-        self.pushed |= self._sending
+        self.pushed |= {key: self._sending[key] for key in ((bucket.reader, s.module) for s in bucket.segments)}
         signed = segment_digests(bucket, pieces)
         self.outlet.send(slot, bucket.nbytes, bucket.reader)
         return signed
