@@ -137,6 +137,7 @@ def test_run_one_optimizer_step_calls_in_order_and_does_not_score() -> None:
         ("sync.push", 2),
         ("after_step", 2),
         ("rollouts.set_version", 2),
+        ("sync.settle",),
     ]
 
 
