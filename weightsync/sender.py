@@ -45,8 +45,7 @@ class Sender:
         bucket, slot = self.current[reader].buckets[number], self._slot
         self._slot = (slot + 1) % NUM_SLOTS
         memory = self.outlet.slot(slot)
-        fill(memory, bucket, self.sources, self.readers[reader])
-        pieces = piece_digests(memory, bucket)
+        pieces = fill(memory, bucket, self.sources, self.readers[reader])
         remember(self._sending, reader, bucket, pieces)
         self.pushed |= {(reader, s.module): self._sending[reader, s.module] for s in bucket.segments}
         self.outlet.send(slot, reader, bucket)
@@ -59,8 +58,7 @@ class Sender:
         for reader, stream in self.streams.items():
             for bucket in stream.buckets.values():
                 memory = self.outlet.slot(0)
-                fill(memory, bucket, sources, self.readers[reader])
-                remember(found, reader, bucket, piece_digests(memory, bucket))
+                remember(found, reader, bucket, fill(memory, bucket, sources, self.readers[reader]))
         before = {key: digest.intdigest() for key, digest in self.pushed.items()}
         now = {key: digest.intdigest() for key, digest in found.items()}
         return sorted({module for (reader, module), value in now.items() if before.get((reader, module)) != value})
@@ -73,17 +71,22 @@ def remember(into: dict[tuple[int, str], Any], reader: int, bucket: Bucket, piec
         into.setdefault((reader, s.module), xxhash.xxh3_128()).update(data)
 
 
-def fill(memory: torch.Tensor, bucket: Bucket, sources: Sequence[Read], wanted: Wanted) -> None:
-    """Copies what is sent of a bucket to its places in its bytes, in the dtypes that the reader wants."""
+def fill(memory: torch.Tensor, bucket: Bucket, sources: Sequence[Read], wanted: Wanted) -> dict[int, bytes]:
+    """Copies what is sent of a bucket to its places in its bytes, in the dtypes that the reader wants; their digests,
+    as `piece_digests`."""
     m = bucket.moves
     source, at, row, col = (x.tolist() for x in (m.source, m.source_at, m.source_row, m.source_col))
     count, length, target = m.count.tolist(), m.length.tolist(), m.target.tolist()
-    offsets = bucket.offset.tolist()
+    stops = [*bucket.offset.tolist(), bucket.nbytes]
+    data: Any = memory.numpy()  # a buffer
+    found = {}
     for k in (k for s in bucket.segments for k in range(s.first, s.last)):
-        piece = piece_of(memory, wanted, target[k], offsets[k], count[k] * length[k]).view(count[k], length[k])
+        piece = piece_of(memory, wanted, target[k], stops[k], count[k] * length[k]).view(count[k], length[k])
         piece.copy_(sources[source[k]](at[k], row[k], col[k], count[k], length[k]))
-        end = offsets[k] + piece.nbytes
+        end = stops[k] + piece.nbytes
         memory[end : aligned(end)].zero_()  # what is there by chance must not change a digest
+        found[k] = xxhash.xxh3_64_digest(data[stops[k] : stops[k + 1]])  # while it is in the cache
+    return found
 
 
 def piece_of(memory: torch.Tensor, wanted: Wanted, buffer: int, offset: int, num_elements: int) -> torch.Tensor:
