@@ -29,6 +29,7 @@ from weightsync.record import record, restore
 from weightsync.regions import Moves, Regions, intersect
 from weightsync.sender import digests, piece_of
 
+UNCONNECTED = "no weight sync has connected to this engine since it started"
 # What a copy is, in the order in which Receiver._fill takes it.
 SOURCE, TARGET = ("source_at", "source_row", "source_col"), ("target_at", "target_row", "target_col")
 FILLED = ("target", "source", "count", "length", *SOURCE, *TARGET)
@@ -149,7 +150,7 @@ class Receiver:
         Raises ValueError when another connection was made since the one of this name.
         """
         if not self.name:
-            raise ValueError("no weight sync has connected to this engine since it started")
+            raise ValueError(UNCONNECTED)
         if name != self.name:
             raise ValueError(
                 f"another weight sync has connected to this engine (connection {self.name}, this push uses {name}): "
@@ -177,7 +178,9 @@ class Receiver:
         restore(self.model, self.left.keys() | derived)
 
     def load(self, items: Sequence[Item]) -> None:
-        """Loads one round's buckets. Raises ValueError when bytes are not those that were signed."""
+        """Loads one round's buckets. Raises ValueError when bytes are not those that were signed, or no push has begun."""
+        if not self.name:
+            raise ValueError(UNCONNECTED)
         for item in items:
             if item.reader == self.seat.reader and (item.rank, item.number) in self.moves:
                 bucket = self.current[item.rank].buckets[item.number]

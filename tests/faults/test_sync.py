@@ -151,14 +151,21 @@ def assert_versions(
     return len(answers)
 
 
-@pytest.mark.parametrize("channel", list(Channel))
-@pytest.mark.parametrize(
-    ("strike", "engine"), [(kill_engine, 0), (kill_worker, 1), (stop_engine, 0), (restart_engine, 0)]
-)
+# Each with the engine that it strikes: engine 0 has one process, engine 1 two workers.
+STRIKES = [(kill_engine, 0), (kill_worker, 1), (stop_engine, 0), (restart_engine, 0)]
+# All have passed through all channels; each of them once takes a minute.
+USUAL = [(kill_engine, Channel.shm), (kill_worker, Channel.disk), (stop_engine, Channel.collective)]
+CASES = [
+    pytest.param(strike, engine, channel, marks=[] if (strike, channel) in USUAL else pytest.mark.slow)
+    for strike, engine in STRIKES
+    for channel in Channel
+]
+
+
+@pytest.mark.parametrize(("strike", "engine", "channel"), CASES)
 def test_sync_mends_an_engine_that_is_struck_in_a_push_and_the_other_goes_on(
-    world: World, tmp_path: Path, channel: Channel, strike: Callable[[EngineHandle], None], engine: int
+    world: World, tmp_path: Path, strike: Callable[[EngineHandle], None], engine: int, channel: Channel
 ) -> None:
-    """Engine 0 has one process, engine 1 two workers."""
     handles = world.handles("tied")
     timeout_s = STALL_S if strike is stop_engine else 60.0
     cfg = pushing(channel, tmp_path, timeout_s)
@@ -174,7 +181,7 @@ def test_sync_mends_an_engine_that_is_struck_in_a_push_and_the_other_goes_on(
     metrics = sync.push(2)
     assert (metrics["sync/num_verified"], metrics["sync/num_lost"]) == (2, 0), said
     assert metrics["sync/num_restarted"] == (0 if strike is restart_engine else 1), said
-    assert re.search(f"push of version 2, phase load round 1: {handles[engine].name} ", "\n".join(said)), said
+    assert re.search(rf"push of version 2, phase load round \d+: {handles[engine].name} ", "\n".join(said)), said
     other = handles[1 - engine]
     assert assert_versions(other, sent[other.name], (1, world.folders["tied-1"]), (2, world.folders["tied-2"])) == len(
         sent[other.name]
@@ -196,7 +203,9 @@ class Killing(Around):
         return self.inner.pack(turns)
 
 
-@pytest.mark.parametrize("channel", list(Channel))
+@pytest.mark.parametrize(
+    "channel", [pytest.param(c, marks=[] if c is Channel.collective else pytest.mark.slow) for c in Channel]
+)
 def test_sync_names_a_rank_that_is_killed_in_a_push_and_engines_stay_silent(
     world: World, tmp_path: Path, channel: Channel
 ) -> None:
