@@ -178,7 +178,10 @@ class Receiver:
         restore(self.model, self.left.keys() | derived)
 
     def load(self, items: Sequence[Item]) -> None:
-        """Loads one round's buckets. Raises ValueError when bytes are not those that were signed, or no push has begun."""
+        """Loads one round's buckets.
+
+        Raises ValueError when bytes are not those that were signed, or nobody has connected.
+        """
         if not self.name:
             raise ValueError(UNCONNECTED)
         for item in items:
