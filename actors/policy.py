@@ -22,6 +22,7 @@ from rl.types import Batch, Scores, Sums
 from weightsync.channels.channel import Outlet
 from weightsync.channels.collective import Broadcaster, GroupAddress, serve
 from weightsync.channels.disk import FolderAddress, FolderWriter
+from weightsync.channels.ipc import DeviceRing
 from weightsync.channels.shm import Ring
 from weightsync.folder import in_groups
 from weightsync.plan import TWO_DRIVERS, Item, Link, Turn, Wanted, plan_streams
@@ -179,6 +180,8 @@ class PolicyRank(Rank):
         outlet: Outlet
         if sync.channel is Channel.shm:
             outlet = Ring(slot_bytes, NUM_SLOTS)
+        elif sync.channel is Channel.ipc:
+            outlet = DeviceRing(slot_bytes, NUM_SLOTS)
         elif sync.channel is Channel.collective:
             address = GroupAddress(
                 host=host,

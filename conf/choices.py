@@ -112,10 +112,11 @@ class Template(Enum):
 class Channel(Enum):
     """How pushed weights travel.
 
-    `shm`: memory of one host. `collective`: broadcasts over gloo, from host to host. `disk`: a model folder for each
-    version, on a file system that all hosts share.
+    `shm`: memory of one host. `ipc`: memory of the one GPU that a rank and an engine share. `collective`: broadcasts
+    over gloo, from host to host. `disk`: a model folder for each version, on a file system that all hosts share.
     """
 
     shm = "shm"
+    ipc = "ipc"
     collective = "collective"
     disk = "disk"

@@ -534,7 +534,8 @@ class SyncConfig:
     )
     channel: Channel = option(
         Channel.shm,
-        "shm (memory of one host), collective (broadcasts, from host to host) or disk (a folder that all hosts share)",
+        "shm (memory of one host), ipc (memory of the GPU that ranks and engines share), collective (broadcasts, from "
+        "host to host) or disk (a folder that all hosts share)",
     )
     folder: str | None = option(None, "with channel=disk, where versions are written; hosts must share it")
     delta: bool = option(False, "send only the engine's modules in which a bit has changed since they were last sent")

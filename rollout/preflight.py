@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 
 from actors.compiled import missing_tools
-from conf.choices import Optimizer
+from conf.choices import Channel, Optimizer
 from conf.errors import ConfigError
 from conf.layout import EXPERT_KEYS
 from conf.schema import Config, LoraConfig, RolloutConfig
@@ -239,6 +239,12 @@ def require_memory(cfg: Config, shapes: Mapping[str, tuple[int, ...]], model: Ma
             f"rollout.kv_cache_bytes={cfg.rollout.kv_cache_bytes} with cluster.rollout_engines="
             f"{cfg.cluster.rollout_engines}: {caches / 1e9:.1f} GB, but this machine has {have / 1e9:.1f} GB"
         )
+
+
+def require_channel(cfg: Config, device: str) -> None:
+    """Raises ConfigError when weights cannot travel as they are to on this device."""
+    if cfg.sync.channel is Channel.ipc and device != "cuda":
+        raise ConfigError(f"sync.channel=ipc on {device}: it is memory of a GPU; use sync.channel=shm")
 
 
 def require_compilers(cfg: Config, device: str) -> None:

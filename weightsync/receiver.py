@@ -22,6 +22,7 @@ from vllm.model_executor.model_loader.reload.meta import materialize_layer
 
 from weightsync.channels.channel import Inlet, open_inlet
 from weightsync.channels.disk import FolderAddress
+from weightsync.channels.ipc import DeviceAddress
 from weightsync.channels.shm import RingAddress
 from weightsync.folder import differences, folder_shapes
 from weightsync.plan import TWO_DRIVERS, Bucket, Item, Link, Seat, Stream, Wanted, fingerprint, narrowed
@@ -108,7 +109,7 @@ class Receiver:
             for link in own
             if link.rank in self.streams
         }
-        shared = all(isinstance(link.address, RingAddress) for link in own)
+        shared = all(isinstance(link.address, RingAddress | DeviceAddress) for link in own)
         largest = max((stream.max_bytes for stream in self.streams.values()), default=0)
         self.inbox = torch.zeros(0 if shared else largest, dtype=torch.uint8)  # for all ranks: one bucket at a time
         self.moves = {
@@ -187,7 +188,10 @@ class Receiver:
         for item in items:
             if item.reader == self.seat.reader and (item.rank, item.number) in self.moves:
                 bucket = self.current[item.rank].buckets[item.number]
-                self._load(item, bucket, self.inlets[item.rank].receive(item.slot, bucket, self.inbox))
+                memory = self.inlets[item.rank].receive(item.slot, bucket, self.inbox)
+                self._load(item, bucket, memory)
+                if memory.is_cuda:
+                    torch.cuda.current_stream().synchronize()  # the rank fills the slot again after the answer
 
     def _load(self, item: Item, bucket: Bucket, memory: torch.Tensor) -> None:
         found = digests(memory, bucket)

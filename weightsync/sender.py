@@ -89,6 +89,11 @@ def digests(memory: torch.Tensor, bucket: Bucket) -> tuple[int, ...]:
 
 
 def digest_of(data: torch.Tensor) -> int:
-    """xxh3 (64 bits) of bytes: finds what crc32 finds, at several times its speed."""
+    """64 bits that sign bytes: xxh3, which finds what crc32 finds at several times its speed; on a GPU a weighted sum,
+    mod 2^64, of their 64-bit words by odd weights, so that no change of one word goes unnoticed."""
+    if data.is_cuda:
+        words = data.view(torch.int64)  # segments are multiples of ALIGN_BYTES
+        weights = torch.arange(1, 2 * len(words), 2, device=data.device)
+        return int((words * weights).sum()) % 2**64
     buffer: Any = data.numpy()
     return xxhash.xxh3_64_intdigest(buffer)

@@ -186,6 +186,9 @@ def measure_model(cluster: Cluster, name: str, root: Path) -> list[Row]:
             if refusal is not None:
                 kinds = itertools.product(sizes, Channel, ("full", "delta"))
                 found = [{"engine": engine_label(s), "channel": c.value, "mode": mode} for s, c, mode in kinds]
+            else:
+                no_gpu = {"channel": Channel.ipc.value, "legal": False, "reason": "memory of a GPU"}
+                found += [{"engine": engine_label(s), "mode": m} | no_gpu for s in sizes for m in ("full", "delta")]
             for row in found:
                 told = {"model": name, "train": layout.label(), "legal": refusal is None, "reason": refusal or ""}
                 variant = " / ".join([name, layout.label(), row["engine"], row["channel"], row["mode"]])
@@ -225,6 +228,8 @@ def measure_layout(
     handles: list[Any] = [Sized(handle) for handle in engines.handles]
     weights, version, held = folder, 0, None
     for channel in Channel:
+        if channel is Channel.ipc:
+            continue
         cfg = config_of(layout, folder, sizes, channel, root)
         policy.cfg = cfg
         on_ranks(group, partial(set_config, cfg))

@@ -23,6 +23,7 @@ from rl.faults import SyncError
 from rollout.engine import Request
 from rollout.engines import EngineHandle
 from tests.integration.pushes import (
+    CHANNELS,
     LONG,
     PROBE,
     Around,
@@ -158,7 +159,7 @@ USUAL = [(kill_engine, Channel.shm), (kill_worker, Channel.disk), (stop_engine, 
 CASES = [
     pytest.param(strike, engine, channel, marks=[] if (strike, channel) in USUAL else pytest.mark.slow)
     for strike, engine in STRIKES
-    for channel in Channel
+    for channel in CHANNELS
 ]
 
 
@@ -204,7 +205,7 @@ class Killing(Around):
 
 
 @pytest.mark.parametrize(
-    "channel", [pytest.param(c, marks=[] if c is Channel.collective else pytest.mark.slow) for c in Channel]
+    "channel", [pytest.param(c, marks=[] if c is Channel.collective else pytest.mark.slow) for c in CHANNELS]
 )
 def test_sync_names_a_rank_that_is_killed_in_a_push_and_engines_stay_silent(
     world: World, tmp_path: Path, channel: Channel

@@ -16,6 +16,7 @@ import torch
 from actors.cluster import Cluster
 from actors.group import RankGroup
 from actors.roles import ActorPolicy
+from conf.choices import Channel
 from conf.schema import ClusterConfig, Config
 from rl.batching import collate
 from rl.types import Batch, Completion
@@ -34,6 +35,7 @@ from tests.integration.real import (
 )
 from tests.unit.stand_ins import make_cfg
 
+CHANNELS = [channel for channel in Channel if channel is not Channel.ipc]  # which needs a GPU
 LARGEST, MEAN = 1e-4, 1e-5
 BLOCK = 32  # tokens in a block of the prefix cache
 CONTEXT, LONG = 1024, 600

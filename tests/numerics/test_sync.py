@@ -25,6 +25,7 @@ from rl.types import Batch
 from rollout.engines import EngineHandle
 from tests.integration.pushes import (
     BLOCK,
+    CHANNELS,
     LARGEST,
     LONG,
     MEAN,
@@ -97,7 +98,7 @@ def test_two_pushes_in_a_row_of_different_weights(
     assert_holds(handles, trained, 2)
 
 
-@pytest.mark.parametrize("channel", list(Channel))
+@pytest.mark.parametrize("channel", CHANNELS)
 def test_pushes_of_several_buckets_whole_and_of_what_has_changed(
     world: World, tmp_path: Path, channel: Channel
 ) -> None:

@@ -7,6 +7,7 @@ import torch
 
 from weightsync.channels.collective import GroupAddress, Listener
 from weightsync.channels.disk import FolderAddress, FolderReader
+from weightsync.channels.ipc import DeviceAddress, DeviceRingReader
 from weightsync.channels.shm import RingAddress, RingReader
 from weightsync.plan import Bucket
 
@@ -61,5 +62,7 @@ def open_inlet(address: Any, reader: int, member: int) -> Inlet:
         return Listener(address, reader, member)
     if isinstance(address, FolderAddress):
         return FolderReader(address)
+    if isinstance(address, DeviceAddress):
+        return DeviceRingReader(address)
     assert isinstance(address, RingAddress)
     return RingReader(address)

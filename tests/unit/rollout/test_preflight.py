@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from actors.checkpoint import file_crc, publish
 from actors.resume import resolve_start
-from conf.choices import Advantage, Layout, Optimizer, Template
+from conf.choices import Advantage, Channel, Layout, Optimizer, Template
 from conf.errors import ConfigError
 from conf.launch import to_dict
 from conf.schema import (
@@ -35,7 +35,15 @@ from conf.schema import (
     TeacherConfig,
     TrainerConfig,
 )
-from rollout.preflight import Prepared, prepare, require_compilers, require_disk, require_engine_sizes, require_memory
+from rollout.preflight import (
+    Prepared,
+    prepare,
+    require_channel,
+    require_compilers,
+    require_disk,
+    require_engine_sizes,
+    require_memory,
+)
 
 HEADS, CONTEXT = 4, 1024  # of the tiny model
 GIGABYTE = 10**9
@@ -643,3 +651,10 @@ def test_resume_path_of_another_configuration_shows_old_and_new(scene: Scene) ->
     message = refusal(scene.cfg(resume=str(folder)))
     for piece in [f"resume={folder}", "seed: 3 -> 0", "checkpoint.force=true"]:
         assert piece in message
+
+
+def test_memory_of_a_gpu_is_no_channel_between_cpus(scene: Scene) -> None:
+    cfg = scene.cfg(sync=SyncConfig(channel=Channel.ipc))
+    require_channel(cfg, "cuda")
+    with pytest.raises(ConfigError, match=r"sync\.channel=ipc on cpu: .*; use sync\.channel=shm"):
+        require_channel(cfg, "cpu")
