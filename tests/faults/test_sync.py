@@ -211,8 +211,8 @@ def test_sync_names_a_rank_that_is_killed_in_a_push_and_engines_stay_silent(
     world: World, tmp_path: Path, channel: Channel
 ) -> None:
     handles = world.handles("tied")
-    cfg = pushing(channel, tmp_path, STALL_S)
-    connected(restart(world.groups[2], cfg, world.folders["tied-1"]), handles, cfg).push(1)
+    usual, cfg = (pushing(channel, tmp_path / name, STALL_S) for name in ("usual", "killed"))
+    connected(restart(world.groups[2], usual, world.folders["tied-1"]), handles, usual).push(1)
     (group,) = start_ranks(next(iter(world.groups.values())).cluster, [cfg], world.folders["tied-2"]).values()
     sent = under_way(handles, seed=5)
     sync = connected(Killing(ActorPolicy(cfg, group)), handles, cfg)
@@ -221,8 +221,8 @@ def test_sync_names_a_rank_that_is_killed_in_a_push_and_engines_stay_silent(
     group.stop()
     for handle in handles:
         assert is_silent(handle, [])
-    policy = restart(world.groups[2], cfg, world.folders["tied-2"])
-    connected(policy, handles, cfg).push(3)
+    policy = restart(world.groups[2], usual, world.folders["tied-2"])
+    connected(policy, handles, usual).push(3)
     for handle in handles:
         versions = (1, world.folders["tied-1"]), (3, world.folders["tied-2"])
         assert assert_versions(handle, sent[handle.name], *versions) == len(sent[handle.name])

@@ -654,7 +654,7 @@ def test_resume_path_of_another_configuration_shows_old_and_new(scene: Scene) ->
 
 
 def test_memory_of_a_gpu_is_no_channel_between_cpus(scene: Scene) -> None:
-    cfg = scene.cfg(sync=SyncConfig(channel=Channel.ipc))
+    cfg = scene.cfg(sync=SyncConfig(channel=Channel.ipc, probe_tokens=8))
     require_channel(cfg, "cuda")
     with pytest.raises(ConfigError, match=r"sync\.channel=ipc on cpu: .*; use sync\.channel=shm"):
         require_channel(cfg, "cpu")
