@@ -112,7 +112,8 @@ def sliced(whole: Regions, parameters: Sequence[Parameter], shares: Sequence[Sha
     Of a parameter that is cut along dimension d, each run along dimensions d and further is cut.
     """
     numel = np.array([parameter.numel for parameter in parameters], np.int64)
-    inner = np.array([math.prod(p.shape[s.dim :]) for p, s in zip(parameters, shares, strict=True)], np.int64)
+    dims = [share.dim if share.parts > 1 else 0 for share in shares]
+    inner = np.array([math.prod(p.shape[dim:]) for p, dim in zip(parameters, dims, strict=True)], np.int64)
     part, parts = (np.array([getattr(share, key) for share in shares], np.int64) for key in ("part", "parts"))
     wide = inner // parts
     low = wide * part
