@@ -16,7 +16,7 @@ import torch
 from actors.cluster import Cluster
 from actors.compiled import machine_folder
 from actors.engine import OptimizerSpec
-from actors.host import Host
+from actors.host import BESIDE, Host
 from actors.rank import Micro
 from conf.choices import Layout, Optimizer
 from conf.layout import TrainLayout
@@ -126,7 +126,7 @@ class RankGroup:
         gpus = cfg.cluster.gpus_per_rank if device == "cuda" else 0.0
         place = self.cluster.reserve(self.role, [(cfg.cluster.cpus_per_rank, gpus)] * self.world)
         return [
-            ray.remote(Host)
+            ray.remote(concurrency_groups={BESIDE: 1})(Host)
             .options(
                 num_cpus=cfg.cluster.cpus_per_rank,
                 num_gpus=gpus,
@@ -167,17 +167,21 @@ class RankGroup:
         self.quadratic_tokens = quadratic_tokens(model_path)
         return self.start()
 
-    def refs(self, method: str, *args: Any) -> list[Any]:
-        """Starts `method` on every rank with the same arguments; gives Ray's references."""
-        return [actor.call.remote(self.role, method, *args) for actor in self.actors]
+    def refs(self, method: str, *args: Any, beside: bool = False) -> list[Any]:
+        """Starts `method` on every rank with the same arguments; gives Ray's references.
+
+        `beside`: in a thread of its own, while the rank does something else.
+        """
+        group = BESIDE if beside else None
+        return [actor.call.options(concurrency_group=group).remote(self.role, method, *args) for actor in self.actors]
 
     def call(self, method: str, *args: Any) -> list[Any]:
         """Calls `method` on every rank with the same arguments; returns the ranks' results."""
         return self._wait(method, self.refs(method, *args))
 
-    def begin(self, method: str, *args: Any) -> Future[list[Any]]:
-        """As `call`, without waiting for it."""
-        refs = self.refs(method, *args)
+    def begin(self, method: str, *args: Any, beside: bool = False) -> Future[list[Any]]:
+        """As `call`, without waiting for it; `beside` as `refs`."""
+        refs = self.refs(method, *args, beside=beside)
         return in_thread(lambda: self._wait(method, refs))
 
     def call_each(self, method: str, per_replica: Sequence[Any], *args: Any) -> list[Any]:

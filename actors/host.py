@@ -26,12 +26,15 @@ KINDS: dict[str, type[Rank]] = {
 SCORING = ("logprobs", "logprobs_and_routes", "base_logprobs", "top_logprobs", "values", "scores")
 PHASES = dict.fromkeys(SCORING, "score") | {"update": "update", "pack": "sync", "probe": "sync"}
 NEEDS: dict[str, tuple[str, ...]] = dict.fromkeys((*SCORING, "pack", "probe", "export"), ("parameters",))
-NEEDS |= dict.fromkeys(("changed_modules", "begin_push"), ("parameters",))
-NEEDS |= dict.fromkeys(("shapes", "serve_sync", "plan_sync", "connect_sync"), ())  # names and shapes
+NEEDS |= dict.fromkeys(("take_snapshot", "changed_modules", "begin_push"), ("parameters",))
+NEEDS |= dict.fromkeys(("shapes", "serve_sync", "plan_sync", "connect_sync", "end_push"), ())  # names and shapes
+
+
+BESIDE = "beside"  # Ray's name for the thread in which a rank sends weights that it has copied, while it trains
 
 
 class Host:
-    """One rank's process. Calls go to a role in it, one at a time.
+    """One rank's process. Calls go to a role in it, one at a time, but for those that may run BESIDE others.
 
     With `cluster.sleep` only the role that is called is awake, with those parts of its state that the call needs.
     """
@@ -62,7 +65,8 @@ class Host:
         if self.cfg.cluster.sleep:
             self._give_turn(role, NEEDS.get(method, PARTS))
         work = partial(getattr(self.roles[role], method), *args)
-        if not self.measuring or method not in PHASES:
+        beside = method == "pack" and self.cfg.sync.snapshot  # its peak would be that of two phases at once
+        if not self.measuring or method not in PHASES or beside:
             return work()
         result, peak = peak_bytes(work, self.device)
         peaks, phase = self.peaks[role], PHASES[method]

@@ -10,20 +10,23 @@ from actors.engine import Engine, OptimizerSpec
 from actors.forward import Scorer, TopScorer
 from actors.lora import adapters_off, add_adapters, write_adapter
 from actors.rank import Micro, Rank, Update, UpdateResult
-from actors.shards import held_regions, sources_of
+from actors.shards import Snapshot, held_regions, sources_of, take_snapshot
 from actors.weights import full_shapes, gathered, trained_shapes
 from conf.choices import Channel, Layout
 from rl import losses
+from rl.faults import SyncError
 from rl.masking import masked_fill_zero
 from rl.metrics import merge_sums, on_cpu
 from rl.numerics import current_tokens, mismatch_sums, require_match
 from rl.types import Batch, Scores, Sums
 from weightsync.channels.channel import Outlet
 from weightsync.channels.collective import Broadcaster, GroupAddress, serve
+from weightsync.channels.disk import FolderAddress, FolderWriter
 from weightsync.channels.shm import Ring
 from weightsync.folder import in_groups
-from weightsync.plan import Link, Wanted, plan_stream
-from weightsync.sender import NUM_SLOTS, Sender
+from weightsync.plan import TWO_DRIVERS, Item, Link, Turn, Wanted, plan_streams
+from weightsync.sender import NUM_SLOTS, Read, Sender
+from weightsync.sync import VERSIONS_KEPT
 
 SCORES = ("logprobs", "entropy", "divergence")  # what a forward of actors.forward.Scorer gives, in its order
 
@@ -32,6 +35,7 @@ class PolicyRank(Rank):
     """One rank of the policy: scoring, updates, weights for the sync; of a frozen model: scoring."""
 
     _sender: Sender | None = None
+    _connection = ""  # the name of that for which the sender plans
     _probe_row: tuple[int, ...] = ()
     _probe_logprobs: list[float] | None = None  # of the row, under the weights as they are
 
@@ -42,6 +46,7 @@ class PolicyRank(Rank):
         """
         self.join(address, port, num_threads, trains=spec is not None)
         self._probe_logprobs = None
+        self._snapshots: dict[int, Snapshot] = {}  # by version
         cfg = self.cfg
         lm = self.load_lm(model_path)
         scale = None
@@ -162,30 +167,55 @@ class PolicyRank(Rank):
         return int(self._store.port)
 
     def plan_sync(self, readers: list[Wanted], sizes: list[int], host: str, port: int, name: str) -> Link:
-        """Plans what this rank sends in each push. `sizes`: workers of each reader. Collective.
+        """Plans what this rank sends in each push over the connection `name`. `sizes`: workers of each reader.
+        Collective.
 
-        `host`, `port`, `name`: where groups meet, if the channel has any.
+        `host`, `port`: where groups meet, if the channel has any.
         """
         sync = self.cfg.sync
-        stream = plan_stream(held_regions(self.engine, self.world), readers, sync.bucket_bytes, self.rank)
+        streams = plan_streams(held_regions(self.engine, self.world), readers, sync.slot_bytes)
+        self.close_sync()
+        slot_bytes = max((stream.max_bytes for stream in streams), default=1)
         outlet: Outlet
         if sync.channel is Channel.shm:
-            outlet = Ring(stream.max_bytes, NUM_SLOTS)
-        else:
+            outlet = Ring(slot_bytes, NUM_SLOTS)
+        elif sync.channel is Channel.collective:
             address = GroupAddress(
                 host=host,
                 port=port,
                 name=f"{name}-{self.rank}",
-                slot_bytes=stream.max_bytes,
+                slot_bytes=slot_bytes,
                 sizes=tuple(sizes),
-                readers=stream.readers,
+                readers=tuple(stream.reader for stream in streams),
                 timeout_s=sync.timeout_s,
             )
             outlet = Broadcaster(address, NUM_SLOTS)
+        else:
+            (folder,) = readers
+            place = FolderAddress(
+                root=str(sync.folder),
+                name=name,
+                slot_bytes=slot_bytes,
+                buffers=folder.buffers,
+                shapes=tuple(self.shapes().values()),
+            )
+            model = Path(self.cfg.model.path)
+            beside = [model / file for file in checkpoint.MODEL_FILES if (model / file).exists()]
+            outlet = FolderWriter(place, self.rank, NUM_SLOTS, beside)
+        self._sender, self._connection = Sender(self.rank, streams, readers, outlet), name
+        signed = tuple(stream.fingerprint() for stream in streams)
+        return Link(rank=self.rank, streams=streams, signed=signed, address=outlet.address)
+
+    def close_sync(self) -> None:
+        """Lets go of the channel."""
         if self._sender is not None:
             self._sender.outlet.close()
-        self._sender = Sender(stream, readers, outlet)
-        return Link(rank=self.rank, stream=stream, signed=stream.fingerprint(), address=outlet.address)
+        self._sender = None
+
+    def close(self) -> None:
+        """As Rank."""
+        self.close_sync()
+        super().close()
 
     def connect_sync(self) -> None:
         """Meets the engines, which must be connecting too."""
@@ -193,24 +223,50 @@ class PolicyRank(Rank):
         self._sender.outlet.connect()
 
     @torch.no_grad()
-    def changed_modules(self) -> list[str]:
+    def take_snapshot(self, version: int) -> None:
+        """Copies the live weights, as those of `version`. Collective at ZeRO-3 with adapters."""
+        room = self._snapshots.pop(version, None)
+        if room is None and len(self._snapshots) == VERSIONS_KEPT:
+            room = self._snapshots.pop(min(self._snapshots))
+        self._snapshots[version] = take_snapshot(self.engine, room)
+
+    @torch.no_grad()
+    def changed_modules(self, version: int) -> list[str]:
         """The engines' modules of which this rank has something that it has not sent. Collective at ZeRO-3 with
         adapters.
         """
         assert self._sender is not None
-        return self._sender.changed(sources_of(self.engine))
-
-    def begin_push(self, modules: list[str] | None) -> None:
-        """A push of the live weights of these modules begins. Collective at ZeRO-3 with adapters."""
-        assert self._sender is not None
-        self._sender.begin(sources_of(self.engine), modules)
+        return self._sender.changed(self._sources(version))
 
     @torch.no_grad()
-    def pack(self, numbers: list[int | None], slot: int) -> tuple[int, ...]:
-        """Sends this rank's bucket of a round (`numbers` has that of each rank, or None); its segments' digests."""
+    def begin_push(self, name: str, version: int, modules: list[str] | None) -> None:
+        """A push of these modules begins, over the connection `name`. Collective at ZeRO-3 with adapters.
+
+        Raises SyncError when the ranks have planned for another connection since.
+        """
         assert self._sender is not None
-        number = numbers[self.rank]
-        return () if number is None else self._sender.pack(number, slot)
+        if name != self._connection:
+            raise SyncError(
+                f"another weight sync has planned with these ranks (connection {self._connection}, this push uses "
+                f"{name}): {TWO_DRIVERS}"
+            )
+        self._sender.begin(self._sources(version), version, modules)
+
+    def _sources(self, version: int) -> list[Read]:
+        """How to read what this rank holds of a version: the live weights, or with sync.snapshot their copy."""
+        return self._snapshots[version].reads if self.cfg.sync.snapshot else sources_of(self.engine)
+
+    @torch.no_grad()
+    def pack(self, turns: list[Turn | None]) -> Item | None:
+        """Sends this rank's bucket of a round; `turns` has that of each rank, or None."""
+        assert self._sender is not None
+        turn = turns[self.rank]
+        return None if turn is None else self._sender.pack(turn)
+
+    def end_push(self, version: int) -> None:
+        """Every engine that is left has everything."""
+        assert self._sender is not None
+        self._sender.outlet.end(version)
 
     @torch.no_grad()
     def probe(self, row: list[int]) -> list[float]:

@@ -21,7 +21,7 @@ from rl.metrics import critic_metrics, merge_sums, policy_metrics
 from rl.roles import Metrics
 from rl.schedule import learning_rate, warmup_steps
 from rl.types import Batch
-from weightsync.plan import Link, Wanted
+from weightsync.plan import Item, Link, Turn, Wanted
 
 
 class ActorPolicy:
@@ -94,17 +94,25 @@ class ActorPolicy:
         """As weightsync.sync.Source."""
         return self.group.begin("connect_sync")
 
-    def changed(self) -> Future[list[list[str]]]:
+    def take(self, version: int) -> Future[Any]:
         """As weightsync.sync.Source."""
-        return self.group.begin("changed_modules")
+        return self.group.begin("take_snapshot", version)
 
-    def begin_push(self, modules: list[str] | None) -> Future[Any]:
+    def changed(self, version: int) -> Future[list[list[str]]]:
         """As weightsync.sync.Source."""
-        return self.group.begin("begin_push", modules)
+        return self.group.begin("changed_modules", version)
 
-    def pack(self, numbers: list[int | None], slot: int) -> Future[list[tuple[int, ...]]]:
+    def begin_push(self, name: str, version: int, modules: list[str] | None) -> Future[Any]:
         """As weightsync.sync.Source."""
-        return self.group.begin("pack", numbers, slot)
+        return self.group.begin("begin_push", name, version, modules)
+
+    def pack(self, turns: list[Turn | None]) -> Future[list[Item | None]]:
+        """As weightsync.sync.Source."""
+        return self.group.begin("pack", turns, beside=self.cfg.sync.snapshot)
+
+    def end_push(self, version: int) -> Future[Any]:
+        """As weightsync.sync.Source."""
+        return self.group.begin("end_push", version, beside=self.cfg.sync.snapshot)
 
     def probe(self, row: list[int]) -> Future[list[float]]:
         """As weightsync.sync.Source."""

@@ -5,6 +5,7 @@ data-parallel ranks hold the same, and share the sending.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -73,8 +74,25 @@ def replica(cut_by: Slice | None, world: int) -> tuple[int, int]:
     return sorted({tuple(group) for group in groups}).index(tuple(members)), world // cut_by.size
 
 
-def sources_of(engine: Engine) -> list[Read]:
-    """How to read each of `parts_of`, as it is now; adapters merged. Collective at ZeRO-3 with adapters."""
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """What this rank held of a version: how to read it, and the copies that are read, by number in `parts_of`."""
+
+    reads: list[Read]
+    copies: dict[int, torch.Tensor]
+
+
+def take_snapshot(engine: Engine, room: Snapshot | None) -> Snapshot:
+    """Copies what this rank holds into host memory, that of `room` where given. Collective at ZeRO-3 with adapters."""
+    copies = {} if room is None else room.copies
+    return Snapshot(reads=sources_of(engine, copies), copies=copies)
+
+
+def sources_of(engine: Engine, copies: dict[int, torch.Tensor] | None = None) -> list[Read]:
+    """How to read each of `parts_of`, as it is now; adapters merged. Collective at ZeRO-3 with adapters.
+
+    With `copies` what is trained is copied there, and read from there.
+    """
     parts = parts_of(engine)
     adapters = [part.name for part in parts if engine.lora_scale is not None and ".lora_" in part.name]
     found: list[Read] = []
@@ -82,8 +100,10 @@ def sources_of(engine: Engine) -> list[Read]:
     if adapters:
         with gathered(engine, adapters) as live:
             merged = {name: tensor.float().clone() for name, tensor in live.items()}
-    for part in parts:
+    for number, part in enumerate(parts):
         flat, low = local_flat(engine, part)
+        if copies is not None and part.parameter.requires_grad:
+            flat = copied(flat, number, copies)
         a, b = (merged.get(name) for name in adapter_names(part.name))
         if a is None or b is None:
             found.append(plain(flat))
@@ -91,6 +111,13 @@ def sources_of(engine: Engine) -> list[Read]:
             assert part.slice is None and engine.lora_scale is not None
             found.append(with_adapter(flat, low, a.to(flat.device), b.to(flat.device), engine.lora_scale))
     return found
+
+
+def copied(flat: torch.Tensor, number: int, copies: dict[int, torch.Tensor]) -> torch.Tensor:
+    """A copy in host memory, in `copies` under `number`, which is made where it is missing."""
+    if number not in copies:
+        copies[number] = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=flat.is_cuda)
+    return copies[number].copy_(flat)
 
 
 def local_flat(engine: Engine, part: Part) -> tuple[torch.Tensor, int]:

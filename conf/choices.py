@@ -110,7 +110,12 @@ class Template(Enum):
 
 
 class Channel(Enum):
-    """How pushed weights travel. `shm`: memory of one host. `collective`: broadcasts over gloo, from host to host."""
+    """How pushed weights travel.
+
+    `shm`: memory of one host. `collective`: broadcasts over gloo, from host to host. `disk`: a model folder for each
+    version, on a file system that all hosts share.
+    """
 
     shm = "shm"
     collective = "collective"
+    disk = "disk"

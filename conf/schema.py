@@ -537,10 +537,20 @@ class RolloutConfig:
 
 @dataclass(kw_only=True)
 class SyncConfig:
-    bucket_bytes: int = option(64 << 20, "memory for one bucket of a push on each training rank; two are in flight")
-    channel: Channel = option(Channel.shm, "shm (memory of one host) or collective (broadcasts, from host to host)")
+    bucket_bytes: int = option(
+        128 << 20, "memory for a push on each training rank, for two buckets: one is packed while the other is read"
+    )
+    channel: Channel = option(
+        Channel.shm,
+        "shm (memory of one host), collective (broadcasts, from host to host) or disk (a folder that all hosts share)",
+    )
+    folder: str | None = option(None, "with channel=disk, where versions are written; hosts must share it")
     delta: bool = option(False, "send only the engine's modules in which a bit has changed since they were last sent")
     full_every: int = option(10, "with delta, one push in so many is whole all the same")
+    snapshot: bool = option(
+        False,
+        "ranks copy their weights (two versions, in host memory) and train on while engines load; allows a rollback",
+    )
     one_by_one: bool = option(False, "update the engines one after another, while the others go on sampling")
     probe_tokens: int = option(16, "length of the row whose log-probabilities are compared after each push")
     probe_limit: float = option(
@@ -550,6 +560,17 @@ class SyncConfig:
 
     def __post_init__(self) -> None:
         require_range("sync.", "bucket_bytes", self.bucket_bytes, 1 << 16)
+        disk = self.channel is Channel.disk
+        require(
+            disk == bool(self.folder),
+            f"sync.channel={self.channel.value} with sync.folder={self.folder}: "
+            + ("give a folder that all hosts share" if disk else "only sync.channel=disk writes there; use null"),
+        )
+        require(
+            not (self.snapshot and self.one_by_one),
+            "sync.snapshot=true with sync.one_by_one=true: engines that still sample with the version before would "
+            "exceed max_lag; use one of the two",
+        )
         require_range("sync.", "full_every", self.full_every, 1)
         require(
             self.full_every > 1 or not self.delta,
@@ -563,6 +584,11 @@ class SyncConfig:
         require_range("sync.", "probe_tokens", self.probe_tokens, 2)
         require_range("sync.", "probe_limit", self.probe_limit, 0)
         require_range("sync.", "timeout_s", self.timeout_s, 0, open_low=True)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Memory for one bucket."""
+        return self.bucket_bytes // 2
 
 
 @dataclass(kw_only=True)
@@ -714,6 +740,10 @@ class Config:
             self.max_lag == 0 or not self.cluster.sleep,
             f"cluster.sleep=true with max_lag={self.max_lag}: engines that sample while ranks train cannot sleep; "
             "use max_lag=0",
+        )
+        require(
+            not self.cluster.sleep or not self.sync.snapshot,
+            "cluster.sleep=true with sync.snapshot=true: ranks that sleep in turn do not train while engines load",
         )
         require(self.run_dir != "", "run_dir='': give a folder, or null for runs/<date>-<name>")
         require(bool(self.resume), "resume='': must be auto, never or the path of a checkpoint")

@@ -52,6 +52,7 @@ def run(
             metrics |= roles.sync.push(version=state.step)
         after_step(state, draw.kept + draw.dropped, metrics)
         rollouts.set_version(state.step)
+    roles.sync.settle()
 
 
 def score(cfg: Config, roles: Roles, batch: Batch, step: int) -> Metrics:

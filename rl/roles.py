@@ -91,7 +91,14 @@ class Sync(Protocol):
     """Weight sync from the policy to every engine."""
 
     def push(self, version: int) -> Metrics:
-        """Pushes the policy's weights as `version`; returns once every engine holds and has proven them."""
+        """Pushes the policy's weights as `version`; returns once no engine samples with others any more.
+
+        With sync.snapshot engines may still be loading them then, while the policy trains on.
+        """
+        ...
+
+    def settle(self) -> Metrics:
+        """Waits until every engine holds and has proven what was last pushed. Raises what `push` raises."""
         ...
 
 

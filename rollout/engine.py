@@ -105,9 +105,10 @@ class RolloutEngine:
         found: list[Wanted] = await self._attempt("wanted", shapes, dtype)
         return found
 
-    async def connect(self, seats: list[Seat], links: list[Link]) -> None:
+    async def connect(self, name: str, seats: list[Seat], links: list[Link]) -> list[set[tuple[int, int]]]:
         """Opens the channels of the trainer's ranks in each worker, which has one of the seats."""
-        await self._attempt("connect", seats, links)
+        found: list[set[tuple[int, int]]] = await self._attempt("connect", name, seats, links)
+        return found
 
     async def pause(self) -> None:
         """Stops stepping; running requests stay and recompute their cache, which was made with the old weights."""
@@ -120,8 +121,8 @@ class RolloutEngine:
 
         await self._run(work)
 
-    async def begin_update(self, modules: list[str] | None) -> None:
-        await self._attempt("begin", modules)
+    async def begin_update(self, name: str, version: int, modules: list[str] | None) -> None:
+        await self._attempt("begin", name, version, modules)
 
     async def load(self, items: list[Item]) -> None:
         await self._attempt("load", items)

@@ -49,11 +49,11 @@ class EngineHandle:
     def wanted(self, shapes: dict[str, tuple[int, ...]], dtype: str) -> Future[list[Wanted]]:
         return self._future("wanted", shapes, dtype)
 
-    def connect(self, seats: list[Seat], links: list[Link]) -> Future[Any]:
-        return self._future("connect", seats, links)
+    def connect(self, name: str, seats: list[Seat], links: list[Link]) -> Future[list[set[tuple[int, int]]]]:
+        return self._future("connect", name, seats, links)
 
-    def begin_update(self, modules: list[str] | None) -> Future[Any]:
-        return self._future("begin_update", modules)
+    def begin_update(self, name: str, version: int, modules: list[str] | None) -> Future[Any]:
+        return self._future("begin_update", name, version, modules)
 
     def load(self, items: list[Item]) -> Future[Any]:
         return self._future("load", items)

@@ -65,6 +65,8 @@ def build_parser() -> argparse.ArgumentParser:
             sub.add_argument("--max-tokens", type=positive, default=16, help="tokens of a completion [%(default)s]")
         if name == "sync":
             sub.add_argument("--skip-matrix", action="store_true", help="measure speed alone, without all the layouts")
+            sub.add_argument("--skip-speed", action="store_true", help="check the layouts alone")
+            sub.add_argument("--only", nargs="+", metavar="MODEL", help='layouts of these, as in "untied" [all five]')
         if name == "train":
             sub.add_argument(
                 "--prompt-tokens", type=positive, default=0, help="tokens of each prompt, completions full [the task's]"

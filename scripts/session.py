@@ -217,7 +217,7 @@ class Session:
             with self._phase("load checkpoint"):
                 for group in self._trained():
                     group.call("load", str(self.start.checkpoint))
-        sync = connect_sync(cfg, self.policy, engines, len(prepared.tokenizer), self.view.message)
+        self.sync = sync = connect_sync(cfg, self.policy, engines, len(prepared.tokenizer), self.view.message)
         scorer = RewardPool(cfg.reward)
         stack.callback(scorer.close)
         stream = PromptStream(prompts=prepared.train, seed=cfg.seed, shuffle=cfg.data.shuffle)
@@ -302,7 +302,8 @@ class Session:
         self.phases.clear()
 
     def _evaluate(self) -> dict[str, object]:
-        """Held-out prompts, sampled and greedy, with the weights that the engines hold."""
+        """Held-out prompts, sampled and greedy, with the weights that were last pushed."""
+        self.sync.settle()
         with self._phase("evaluate"):
             return evaluate(self.cfg, self.pool, self.prepared.held_out, self.prepared.stop_token_ids)
 

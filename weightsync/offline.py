@@ -1,6 +1,6 @@
 """The plan of a push, made for one rank after the other in one process, for all readers at once. Pure.
 
-The same moves in the same buckets as weightsync.plan.plan_stream gives (a test compares them), but as arrays: at
+The same moves in the same buckets as weightsync.plan.plan_streams gives (a test compares them), but as arrays: at
 thousands of links between ranks and readers, an object for each bucket's modules would cost minutes and gigabytes.
 """
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weightsync.plan import PlanError, Stream, Wanted, aligned, cut_buckets, split_large, take_turns
+from weightsync.plan import PlanError, Stream, Wanted, aligned, cut_buckets, split_large
 from weightsync.regions import Ints, Moves, Regions, intersect
 
 
@@ -101,15 +101,16 @@ def plan_rank(held: Regions, readers: Readers, bucket_bytes: int) -> RankPlan:
     return RankPlan(moves=own, reader=reader, sizes=sizes, begin=np.array(begin, np.int64))
 
 
-def stream_of(plan: RankPlan, wants: Sequence[Wanted], bucket_bytes: int, rank: int) -> Stream:
-    """The plan as weightsync.plan.plan_stream makes it for rank number `rank`, for a push to run by."""
+def streams_of(plan: RankPlan, wants: Sequence[Wanted], bucket_bytes: int) -> tuple[Stream, ...]:
+    """The plan as weightsync.plan.plan_streams makes it, for a push to run by."""
     found = []
-    for reader in [(rank + k) % len(wants) for k in range(len(wants))]:
+    for reader in np.unique(plan.reader).tolist():
         own = np.flatnonzero(plan.reader == reader)
         moves = plan.moves.take(own)
         modules = [wants[reader].buffers[buffer].module for buffer in moves.target.tolist()]
-        found.append(cut_buckets(reader, moves, plan.sizes[own], modules, bucket_bytes))
-    return take_turns(found, bucket_bytes)
+        buckets = cut_buckets(moves, plan.sizes[own], modules, bucket_bytes)
+        found.append(Stream(reader=reader, buckets=dict(enumerate(buckets))))
+    return tuple(found)
 
 
 class Tally:

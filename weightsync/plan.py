@@ -7,9 +7,9 @@ what they hold of each tensor does not overlap.
 
 import hashlib
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields
-from itertools import pairwise
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise, zip_longest
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,8 @@ from weightsync.regions import Ints, Moves, Regions, intersect
 
 # Alignment of a piece inside a bucket, bytes: enough for any dtype view.
 ALIGN_BYTES = 16
+TWO_DRIVERS = "two drivers must not push at once"
+Turn = tuple[int, int]  # a bucket of a rank: (reader, its number in the stream to that reader)
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -80,94 +82,99 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """Moves that travel together from one rank to one reader; move k lies at byte offset[k], run after run."""
+    """Moves that travel together; move k lies at byte offset[k], run after run.
 
-    reader: int
+    `segments` are those that are sent: all of them, or in a push of what has changed only some.
+    """
+
     moves: Moves
     offset: Ints
     segments: tuple[Segment, ...]
-    nbytes: int
+    nbytes: int  # of all its moves
 
     @property
-    def sizes(self) -> Ints:
-        """[N] bytes of each move, with what aligns the next one."""
-        return np.diff(self.offset, append=self.nbytes)
+    def ranges(self) -> list[tuple[int, int]]:
+        """The bytes [begin, end) that are sent."""
+        found: list[tuple[int, int]] = []
+        for segment in self.segments:
+            if found and found[-1][1] == segment.begin:
+                found[-1] = (found[-1][0], segment.end)
+            else:
+                found.append((segment.begin, segment.end))
+        return found
+
+    @property
+    def num_sent(self) -> int:
+        """Bytes that are sent."""
+        return sum(segment.end - segment.begin for segment in self.segments)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stream:
-    """All buckets of one rank, in sending order, of at most `bucket_bytes` each."""
+    """What one rank sends to one reader, in sending order: buckets by their number."""
 
-    buckets: tuple[Bucket, ...]
-    bucket_bytes: int
+    reader: int
+    buckets: dict[int, Bucket]
 
     @property
-    def readers(self) -> tuple[int, ...]:
-        """To whom anything is sent, in the order of their first buckets."""
-        return tuple(dict.fromkeys(bucket.reader for bucket in self.buckets))
+    def num_bytes(self) -> int:
+        """Bytes that are sent."""
+        return sum(bucket.num_sent for bucket in self.buckets.values())
 
     @property
     def max_bytes(self) -> int:
-        """Bytes of the largest bucket; at least 1."""
-        return max([bucket.nbytes for bucket in self.buckets], default=1)
-
-    def bytes_to(self, reader: int) -> int:
-        return sum(bucket.nbytes for bucket in self.buckets if bucket.reader == reader)
+        """Bytes of the largest bucket."""
+        return max((bucket.nbytes for bucket in self.buckets.values()), default=0)
 
     def fingerprint(self) -> str:
         """Sender and reader must agree on it."""
-        digest = hashlib.sha256()
-        for bucket in self.buckets:
-            digest.update(repr((bucket.reader, bucket.segments, bucket.nbytes)).encode())
+        digest = hashlib.sha256(repr(self.reader).encode())
+        for number, bucket in self.buckets.items():
+            digest.update(repr((number, bucket.segments, bucket.nbytes)).encode())
             for field in fields(bucket.moves):
                 digest.update(getattr(bucket.moves, field.name).tobytes())
         return digest.hexdigest()[:16]
 
 
-def plan_stream(held: Regions, readers: Sequence[Wanted], bucket_bytes: int, rank: int = 0) -> Stream:
-    """What a rank that holds `held` sends to each reader, in buckets of at most `bucket_bytes`.
+def plan_stream(held: Regions, wanted: Wanted, reader: int, slot_bytes: int) -> Stream:
+    """What a rank that holds `held` sends to a reader, in buckets of at most `slot_bytes`."""
+    moves = in_load_order(intersect(held, wanted.regions), wanted)
+    moves = split_large(moves, wanted.item_bytes(moves.target), slot_bytes)
+    sizes = aligned(moves.num_elements * wanted.item_bytes(moves.target))
+    modules = [wanted.buffers[buffer].module for buffer in moves.target.tolist()]
+    return Stream(reader=reader, buckets=dict(enumerate(cut_buckets(moves, sizes, modules, slot_bytes))))
+
+
+def plan_streams(held: Regions, readers: Sequence[Wanted], slot_bytes: int) -> tuple[Stream, ...]:
+    """What a rank sends, to each reader that it has anything for."""
+    streams = (plan_stream(held, wanted, number, slot_bytes) for number, wanted in enumerate(readers))
+    return tuple(stream for stream in streams if stream.buckets)
+
+
+def turns_of(streams: Sequence[Stream], rank: int) -> list[Turn]:
+    """The order in which a rank sends its buckets.
 
     The readers' buckets take turns, and each rank begins with another one, so that all of them load at the same time.
     """
-    buckets = []
-    order = [(rank + k) % len(readers) for k in range(len(readers))]
-    for number, wanted in ((number, readers[number]) for number in order):
-        moves = in_load_order(intersect(held, wanted.regions), wanted)
-        moves = split_large(moves, wanted.item_bytes(moves.target), bucket_bytes)
-        sizes = aligned(moves.num_elements * wanted.item_bytes(moves.target))
-        modules = [wanted.buffers[buffer].module for buffer in moves.target.tolist()]
-        buckets.append(cut_buckets(number, moves, sizes, modules, bucket_bytes))
-    return take_turns(buckets, bucket_bytes)
-
-
-def take_turns(buckets: Sequence[Sequence[Bucket]], bucket_bytes: int) -> Stream:
-    """The buckets of all readers, one of each in turn."""
-    longest = max((len(found) for found in buckets), default=0)
-    return Stream(
-        buckets=tuple(found[k] for k in range(longest) for found in buckets if k < len(found)),
-        bucket_bytes=bucket_bytes,
-    )
-
-
-def narrowed(stream: Stream, modules: Collection[str]) -> Stream:
-    """What is left of a stream when only these modules are sent: fewer buckets, as full as the others."""
-    chosen = set(modules)
-    left: dict[int, tuple[list[Moves], list[Ints], list[str]]] = {reader: ([], [], []) for reader in stream.readers}
-    for bucket in stream.buckets:
-        moves, sizes, names = left[bucket.reader]
-        all_sizes = bucket.sizes
-        for segment in bucket.segments:
-            if segment.module in chosen:
-                own = np.arange(segment.first, segment.last)
-                moves.append(bucket.moves.take(own))
-                sizes.append(all_sizes[own])
-                names += [segment.module] * len(own)
-    buckets = [
-        cut_buckets(reader, Moves.concat(moves), np.concatenate(sizes), names, stream.bucket_bytes)
-        for reader, (moves, sizes, names) in left.items()
-        if moves
+    if not streams:
+        return []
+    first = rank % len(streams)
+    numbers = [
+        [(stream.reader, number) for number in stream.buckets] for stream in (*streams[first:], *streams[:first])
     ]
-    return take_turns(buckets, stream.bucket_bytes)
+    return [turn for turns in zip_longest(*numbers) for turn in turns if turn is not None]
+
+
+def narrowed(stream: Stream, modules: Collection[str] | None) -> Stream:
+    """What is left of a stream when only these modules (None: all) are sent."""
+    if modules is None:
+        return stream
+    chosen = set(modules)
+    left = {
+        number: replace(bucket, segments=tuple(s for s in bucket.segments if s.module in chosen))
+        for number, bucket in stream.buckets.items()
+    }
+    return replace(stream, buckets={number: bucket for number, bucket in left.items() if bucket.segments})
 
 
 def in_load_order(moves: Moves, wanted: Wanted) -> Moves:
@@ -175,14 +182,14 @@ def in_load_order(moves: Moves, wanted: Wanted) -> Moves:
     return moves.take(np.argsort(wanted.module_of(moves.target), kind="stable"))
 
 
-def cut_buckets(reader: int, moves: Moves, sizes: Ints, modules: Sequence[str], bucket_bytes: int) -> list[Bucket]:
-    """Moves in order, in buckets that are as full as they can be. No size is above `bucket_bytes`."""
+def cut_buckets(moves: Moves, sizes: Ints, modules: Sequence[str], slot_bytes: int) -> list[Bucket]:
+    """Moves in order, in buckets that are as full as they can be. No size is above `slot_bytes`."""
     changes = [0, *(k for k in range(1, len(modules)) if modules[k] != modules[k - 1]), len(modules)]
     ends = np.cumsum(sizes)
     buckets, first = [], 0
     while first < len(moves):
         base = int(ends[first] - sizes[first])
-        last = int(np.searchsorted(ends, base + bucket_bytes, side="right"))
+        last = int(np.searchsorted(ends, base + slot_bytes, side="right"))
         offset = ends[first:last] - sizes[first:last] - base
         stops = [*offset.tolist(), int(ends[last - 1]) - base]
         inside = changes[bisect_right(changes, first) : bisect_left(changes, last)]
@@ -191,14 +198,14 @@ def cut_buckets(reader: int, moves: Moves, sizes: Ints, modules: Sequence[str], 
             for a, b in pairwise([first, *inside, last])
         )
         chosen = moves.take(np.arange(first, last))
-        buckets.append(Bucket(reader=reader, moves=chosen, offset=offset, segments=segments, nbytes=stops[-1]))
+        buckets.append(Bucket(moves=chosen, offset=offset, segments=segments, nbytes=stops[-1]))
         first = last
     return buckets
 
 
-def split_large(moves: Moves, item_bytes: Ints, bucket_bytes: int) -> Moves:
+def split_large(moves: Moves, item_bytes: Ints, slot_bytes: int) -> Moves:
     """Moves of more than a bucket cut into such of whole runs, or of parts of a run."""
-    room = (bucket_bytes - ALIGN_BYTES) // item_bytes
+    room = (slot_bytes - ALIGN_BYTES) // item_bytes
     large = moves.num_elements > room
     if not large.any():
         return moves
@@ -232,14 +239,15 @@ def aligned(nbytes: Any) -> Any:
     return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
-def require_whole(streams: Sequence[Stream], readers: Sequence[Wanted]) -> None:
+def require_whole(streams: Iterable[Stream], readers: Sequence[Wanted]) -> None:
     """Raises PlanError, naming tensors, unless every element that a reader wants is sent to it exactly once.
 
     As what two ranks hold does not overlap, counting is enough.
     """
     sent_to = [np.zeros(len(wanted.names), np.int64) for wanted in readers]
-    for bucket in (bucket for stream in streams for bucket in stream.buckets):
-        np.add.at(sent_to[bucket.reader], bucket.moves.tensor, bucket.moves.num_elements)
+    for stream in streams:
+        for bucket in stream.buckets.values():
+            np.add.at(sent_to[stream.reader], bucket.moves.tensor, bucket.moves.num_elements)
     for wanted, sent in zip(readers, sent_to, strict=True):
         asked = np.zeros(len(wanted.names), np.int64)
         np.add.at(asked, wanted.regions.tensor, wanted.regions.num_elements)
@@ -263,16 +271,24 @@ class Link:
     """What a rank of the trainer sends, and by which way it comes: the address of a channel."""
 
     rank: int
-    stream: Stream
-    signed: str  # the stream's fingerprint, as its rank made it
+    streams: tuple[Stream, ...]
+    signed: tuple[str, ...]  # the streams' fingerprints, as the rank made them
     address: Any
+
+    def to(self, readers: Collection[int]) -> "Link":
+        """What of it concerns these readers."""
+        kept = [
+            (stream, sign) for stream, sign in zip(self.streams, self.signed, strict=True) if stream.reader in readers
+        ]
+        return replace(self, streams=tuple(stream for stream, _ in kept), signed=tuple(sign for _, sign in kept))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """One bucket to load: of which rank, its number in what the push sends, in which slot, its segments' digests."""
+    """A bucket that a rank has packed: to which reader, its number, in which slot, its segments' digests."""
 
     rank: int
+    reader: int
     number: int
     slot: int
     digests: tuple[int, ...]

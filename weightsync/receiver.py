@@ -7,6 +7,7 @@ tensors are made anew, filled in, and turned into what its kernels use when the 
 
 import pickle
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,17 @@ from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process
 from vllm.model_executor.model_loader.reload.meta import materialize_layer
 
 from weightsync.channels.channel import Inlet, open_inlet
-from weightsync.channels.collective import GroupAddress
+from weightsync.channels.disk import FolderAddress
+from weightsync.channels.shm import RingAddress
 from weightsync.folder import differences, folder_shapes
-from weightsync.plan import Bucket, Item, Link, Seat, Wanted, fingerprint, narrowed
+from weightsync.plan import TWO_DRIVERS, Bucket, Item, Link, Seat, Stream, Wanted, fingerprint, narrowed
 from weightsync.record import record, restore
+from weightsync.regions import Moves, Regions, intersect
 from weightsync.sender import digests, piece_of
+
+# What a copy is, in the order in which Receiver._fill takes it.
+SOURCE, TARGET = ("source_at", "source_row", "source_col"), ("target_at", "target_row", "target_col")
+FILLED = ("target", "source", "count", "length", *SOURCE, *TARGET)
 
 
 class WorkerExtension:
@@ -61,6 +68,7 @@ class Receiver:
 
     def __init__(self, model: Any, model_config: Any, rank: int):
         self.model, self.model_config, self.rank = model, model_config, rank
+        self.name = ""  # of the connection
 
     def wanted(self, shapes: dict[str, tuple[int, ...]], dtype: str) -> Wanted:
         """What this worker wants of tensors of these shapes.
@@ -79,32 +87,87 @@ class Receiver:
         self.wants = record(self.model, list(shapes), list(shapes.values()), dtype)
         return self.wants
 
-    def connect(self, seats: Sequence[Seat], links: Sequence[Link]) -> None:
-        """Opens the ranks' channels. `seats` has the place of each of the engine's workers, in their order."""
-        self.seat, self.links = seats[self.rank], {link.rank: link for link in links}
-        for link in links:
-            if link.stream.fingerprint() != link.signed:
-                raise ValueError(f"the plan of policy rank {link.rank} arrived damaged")
+    def connect(self, name: str, seats: Sequence[Seat], links: Sequence[Link]) -> set[tuple[int, int]]:
+        """Opens the ranks' channels; gives the buckets, as (rank, number), that this worker reads.
+
+        `name`: of the connection; `seats` has the place of each of the engine's workers, in their order.
+        """
+        self.name = name
+        self.current: dict[int, Stream] = {}  # no push has begun over this connection
+        self.seat = seats[self.rank]
+        own = [link.to({self.seat.reader}) for link in sorted(links, key=lambda link: link.rank)]
+        self.streams: dict[int, Stream] = {}
+        for link in own:
+            for stream, signed in zip(link.streams, link.signed, strict=True):
+                if stream.fingerprint() != signed:
+                    raise ValueError(f"the plan of policy rank {link.rank} arrived damaged")
+                self.streams[link.rank] = stream
         self.inlets = {
             link.rank: open_inlet(link.address, self.seat.reader, self.seat.member)
-            for link in sorted(links, key=lambda link: link.rank)
+            for link in own
+            if link.rank in self.streams
         }
-        inboxes = [link.address.slot_bytes for link in links if isinstance(link.address, GroupAddress)]
-        self.inbox = torch.zeros(max(inboxes, default=0), dtype=torch.uint8)  # for all ranks: one bucket at a time
+        shared = all(isinstance(link.address, RingAddress) for link in own)
+        largest = max((stream.max_bytes for stream in self.streams.values()), default=0)
+        self.inbox = torch.zeros(0 if shared else largest, dtype=torch.uint8)  # for all ranks: one bucket at a time
+        self.moves = {
+            (rank, number): found
+            for rank, stream in self.streams.items()
+            for number, bucket in stream.buckets.items()
+            if len(found := self._moves_of(bucket, isinstance(own[0].address, FolderAddress)))
+        }
         sizes = np.zeros(len(self.wants.buffers), np.int64)
         np.add.at(sizes, self.wants.regions.buffer, self.wants.regions.num_elements)
         self.expected = dict.fromkeys(self.wants.modules, 0)
         for buffer, size in zip(self.wants.buffers, sizes.tolist(), strict=True):
             self.expected[buffer.module] += size
         self.covered = {(b.module, b.name): size for b, size in zip(self.wants.buffers, sizes.tolist(), strict=True)}
+        return set(self.moves)
 
-    def begin(self, modules: Sequence[str] | None) -> None:
-        """Prepares for a push of these modules (None: all). One that was left half done is given up."""
-        chosen = None if modules is None else set(modules)
-        self.left = {m: count for m, count in self.expected.items() if chosen is None or m in chosen}
-        self.current = {
-            rank: link.stream if chosen is None else narrowed(link.stream, chosen) for rank, link in self.links.items()
-        }
+    def _moves_of(self, bucket: Bucket, from_folder: bool) -> Moves:
+        """Copies from the pieces of a bucket (each a buffer of its own) to what this worker wants."""
+        m = bucket.moves
+        pieces, zeros, ones = np.arange(len(m)), np.zeros(len(m), np.int64), np.ones(len(m), np.int64)
+        if not from_folder:  # the bucket was made for this very reader
+            return replace(m, source=pieces, source_at=zeros, source_row=m.length, source_col=ones)
+        lies = Regions(
+            tensor=m.tensor,
+            start=m.target_at,
+            count=m.count,
+            stride=m.target_row,
+            length=m.length,
+            buffer=pieces,
+            at=zeros,
+            row=m.length,
+            col=ones,
+        )
+        return intersect(lies, self.wants.regions)
+
+    def begin(self, name: str, version: int, modules: Sequence[str] | None) -> None:
+        """Prepares for a push of these modules of the reader (None: all). One that was left half done is given up.
+
+        Raises ValueError when another connection was made since the one of this name.
+        """
+        if not self.name:
+            raise ValueError("no weight sync has connected to this engine since it started")
+        if name != self.name:
+            raise ValueError(
+                f"another weight sync has connected to this engine (connection {self.name}, this push uses {name}): "
+                f"{TWO_DRIVERS}"
+            )
+        self.current = {rank: narrowed(stream, modules) for rank, stream in self.streams.items()}
+        for inlet in self.inlets.values():
+            inlet.begin(version, modules)
+        buffers = [
+            self.moves[rank, number].target
+            for rank, stream in self.current.items()
+            for number in stream.buckets
+            if (rank, number) in self.moves
+        ]
+        touched = (
+            {self.wants.buffers[k].module for k in np.unique(np.concatenate(buffers)).tolist()} if buffers else set()
+        )
+        self.left = {module: count for module, count in self.expected.items() if module in touched}
         self.begun: set[str] = set()
         self.held: dict[tuple[int, int, int], int] = {}
         self.modules = dict(self.model.named_modules())
@@ -116,9 +179,9 @@ class Receiver:
     def load(self, items: Sequence[Item]) -> None:
         """Loads one round's buckets. Raises ValueError when bytes are not those that were signed."""
         for item in items:
-            bucket = self.current[item.rank].buckets[item.number]
-            if bucket.reader == self.seat.reader:
-                self._load(item, bucket, self.inlets[item.rank].receive(item.slot, bucket.nbytes, self.inbox))
+            if item.reader == self.seat.reader and (item.rank, item.number) in self.moves:
+                bucket = self.current[item.rank].buckets[item.number]
+                self._load(item, bucket, self.inlets[item.rank].receive(item.slot, bucket, self.inbox))
 
     def _load(self, item: Item, bucket: Bucket, memory: torch.Tensor) -> None:
         found = digests(memory, bucket)
@@ -128,35 +191,46 @@ class Receiver:
                     f"bucket {item.number} of policy rank {item.rank}, {segment.module}: digest {have:016x} of the "
                     f"bytes, {want:016x} signed"
                 )
+        moves = self.moves[item.rank, item.number]
+        sent = np.zeros(len(bucket.moves), bool)
         for segment in bucket.segments:
-            self._fill(bucket, memory, segment.module, range(segment.first, segment.last))
+            sent[segment.first : segment.last] = True
+        self._fill(bucket, memory, moves.take(sent[moves.source]))
         self.held |= {(item.rank, item.number, nth): digest for nth, digest in enumerate(found)}
 
-    def _fill(self, bucket: Bucket, memory: torch.Tensor, name: str, moves: range) -> None:
-        module, wanted, m = self.modules[name], self.wants, bucket.moves
-        info = get_layerwise_info(module)
-        if name not in self.begun:
-            materialize_layer(module, info)
-            live = {} if info.kernel_tensors is None else info.kernel_tensors[0] | info.kernel_tensors[1]
-            for parameter, tensor in [*module._parameters.items(), *module._buffers.items()]:
-                size = self.covered.get((name, parameter), 0)
-                if tensor is None or size == tensor.numel() or tensor is live.get(parameter):
-                    continue
-                if size:
-                    tensor.data.zero_()  # rows of padding
-                elif parameter in live and live[parameter].shape == tensor.shape:
-                    tensor.data.copy_(live[parameter])  # no folder holds it: it stays as it was
-            self.begun.add(name)
-        for k in moves:
-            buffer, offset = int(m.target[k]), int(bucket.offset[k])
-            count, length = int(m.count[k]), int(m.length[k])
-            target = getattr(module, wanted.buffers[buffer].name).data
-            target.as_strided((count, length), (int(m.target_row[k]), int(m.target_col[k])), int(m.target_at[k])).copy_(
-                piece_of(memory, wanted, buffer, offset, count, length)
+    def _fill(self, bucket: Bucket, memory: torch.Tensor, moves: Moves) -> None:
+        wanted, sizes = self.wants, bucket.moves.num_elements.tolist()
+        rows = zip(*(getattr(moves, field).tolist() for field in FILLED), strict=True)
+        for buffer, piece, count, length, source_at, source_row, source_col, at, row, col in rows:
+            name, parameter = wanted.buffers[buffer].module, wanted.buffers[buffer].name
+            if name not in self.begun:
+                self._begin_module(name)
+            source = piece_of(memory, wanted, buffer, int(bucket.offset[piece]), sizes[piece])
+            first = source.storage_offset() + source_at
+            target = getattr(self.modules[name], parameter).data
+            target.as_strided((count, length), (row, col), at).copy_(
+                source.as_strided((count, length), (source_row, source_col), first)
             )
             self.left[name] -= count * length
-        if self.left[name] == 0:
-            _layerwise_process(module, info)
+            if self.left[name] == 0:
+                module = self.modules[name]
+                _layerwise_process(module, get_layerwise_info(module))
+
+    def _begin_module(self, name: str) -> None:
+        """Makes a module's tensors anew, with what no folder holds of them."""
+        module = self.modules[name]
+        info = get_layerwise_info(module)
+        materialize_layer(module, info)
+        live = {} if info.kernel_tensors is None else info.kernel_tensors[0] | info.kernel_tensors[1]
+        for parameter, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            size = self.covered.get((name, parameter), 0)
+            if tensor is None or size == tensor.numel() or tensor is live.get(parameter):
+                continue
+            if size:
+                tensor.data.zero_()  # rows of padding
+            elif parameter in live and live[parameter].shape == tensor.shape:
+                tensor.data.copy_(live[parameter])  # no folder holds it: it stays as it was
+        self.begun.add(name)
 
     def finish(self) -> str:
         """Puts the new weights to use; gives the fingerprint of all that arrived."""

@@ -1,14 +1,13 @@
 """The trainer's end of a push: one rank's planned buckets, copied from its live weights into a channel, and signed."""
 
-from collections.abc import Callable, Collection, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 import xxhash
 
 from weightsync.channels.channel import Outlet
-from weightsync.plan import Bucket, Stream, Wanted, aligned, narrowed
+from weightsync.plan import Bucket, Item, Stream, Turn, Wanted, aligned, narrowed
 
 # Elements of a source: (at, row, col, count, length) -> [count, length], as in weightsync.regions.
 Read = Callable[[int, int, int, int, int], torch.Tensor]
@@ -27,74 +26,87 @@ def plain(flat: torch.Tensor) -> Read:
 class Sender:
     """One rank of the trainer. `pushed` remembers a digest of every module's bytes as they were last sent."""
 
-    def __init__(self, stream: Stream, readers: Sequence[Wanted], outlet: Outlet):
-        self.stream, self.readers, self.outlet = stream, readers, outlet
+    def __init__(self, rank: int, streams: Sequence[Stream], readers: Sequence[Wanted], outlet: Outlet):
+        self.rank, self.readers, self.outlet = rank, readers, outlet
+        self.streams = {stream.reader: stream for stream in streams}
         self.pushed: dict[tuple[int, str], Any] = {}
-        self.begin((), ())
 
-    def begin(self, sources: Sequence[Read], modules: Collection[str] | None) -> None:
+    def begin(self, sources: Sequence[Read], version: int, modules: Collection[str] | None) -> None:
         """A push of these modules (None: all) from these sources, one for each buffer of the plan."""
         self.sources = sources
-        self.current = self.stream if modules is None else narrowed(self.stream, modules)
+        self.outlet.begin(version, modules)
+        self.current = {reader: narrowed(stream, modules) for reader, stream in self.streams.items()}
         self._sending: dict[tuple[int, str], Any] = {}
+        self._slot = 0
 
-    def pack(self, number: int, slot: int) -> tuple[int, ...]:
-        """Fills a slot with bucket `number` and sends it; gives the digest of each of its segments."""
-        bucket, memory = self.current.buckets[number], self.outlet.slot(slot)
-        fill(memory, bucket, self.sources, self.readers[bucket.reader])
-        pieces = piece_digests(memory, bucket)
-        remember(self._sending, bucket, pieces)
-        self.pushed |= {key: self._sending[key] for key in ((bucket.reader, s.module) for s in bucket.segments)}
-        signed = segment_digests(bucket, pieces)
-        self.outlet.send(slot, bucket.nbytes, bucket.reader)
-        return signed
+    def pack(self, turn: Turn) -> Item:
+        """Fills a slot with a bucket and sends it."""
+        reader, number = turn
+        bucket, slot = self.current[reader].buckets[number], self._slot
+        self._slot = (slot + 1) % NUM_SLOTS
+        memory = self.outlet.slot(slot)
+        pieces = fill(memory, bucket, self.sources, self.readers[reader])
+        remember(self._sending, reader, bucket, pieces)
+        self.pushed |= {(reader, s.module): self._sending[reader, s.module] for s in bucket.segments}
+        self.outlet.send(slot, reader, bucket)
+        digests = segment_digests(bucket, pieces)
+        return Item(rank=self.rank, reader=reader, number=number, slot=slot, digests=digests)
 
     def changed(self, sources: Sequence[Read]) -> list[str]:
         """The modules of which this rank's bytes are not those that it last sent."""
         found: dict[tuple[int, str], Any] = {}
-        for bucket in self.stream.buckets:
-            memory = self.outlet.slot(0)
-            fill(memory, bucket, sources, self.readers[bucket.reader])
-            remember(found, bucket, piece_digests(memory, bucket))
+        for reader, stream in self.streams.items():
+            for bucket in stream.buckets.values():
+                memory = self.outlet.slot(0)
+                remember(found, reader, bucket, fill(memory, bucket, sources, self.readers[reader]))
         before = {key: digest.intdigest() for key, digest in self.pushed.items()}
         now = {key: digest.intdigest() for key, digest in found.items()}
         return sorted({module for (reader, module), value in now.items() if before.get((reader, module)) != value})
 
 
-def remember(into: dict[tuple[int, str], Any], bucket: Bucket, pieces: Sequence[bytes]) -> None:
-    """Adds a bucket's pieces to the digests of their modules, which so do not depend on where buckets are cut."""
+def remember(into: dict[tuple[int, str], Any], reader: int, bucket: Bucket, pieces: Mapping[int, bytes]) -> None:
+    """Adds a bucket's pieces to the digests of their modules."""
     for s in bucket.segments:
-        into.setdefault((bucket.reader, s.module), xxhash.xxh3_128()).update(b"".join(pieces[s.first : s.last]))
+        data = b"".join(pieces[k] for k in range(s.first, s.last))
+        into.setdefault((reader, s.module), xxhash.xxh3_128()).update(data)
 
 
-def fill(memory: torch.Tensor, bucket: Bucket, sources: Sequence[Read], wanted: Wanted) -> None:
-    """Copies the moves of a bucket to their places in its bytes, in the dtypes that the reader wants."""
+def fill(memory: torch.Tensor, bucket: Bucket, sources: Sequence[Read], wanted: Wanted) -> dict[int, bytes]:
+    """Copies what is sent of a bucket to its places in its bytes, in the dtypes that the reader wants; their digests,
+    as `piece_digests`."""
     m = bucket.moves
     source, at, row, col = (x.tolist() for x in (m.source, m.source_at, m.source_row, m.source_col))
     count, length, target = m.count.tolist(), m.length.tolist(), m.target.tolist()
-    for k, offset in enumerate(bucket.offset.tolist()):
-        piece = piece_of(memory, wanted, target[k], offset, count[k], length[k])
+    stops = [*bucket.offset.tolist(), bucket.nbytes]
+    data: Any = memory.numpy()  # a buffer
+    found = {}
+    for k in (k for s in bucket.segments for k in range(s.first, s.last)):
+        piece = piece_of(memory, wanted, target[k], stops[k], count[k] * length[k]).view(count[k], length[k])
         piece.copy_(sources[source[k]](at[k], row[k], col[k], count[k], length[k]))
-        end = offset + piece.nbytes
+        end = stops[k] + piece.nbytes
         memory[end : aligned(end)].zero_()  # what is there by chance must not change a digest
+        found[k] = xxhash.xxh3_64_digest(data[stops[k] : stops[k + 1]])  # while it is in the cache
+    return found
 
 
-def piece_of(memory: torch.Tensor, wanted: Wanted, buffer: int, offset: int, count: int, length: int) -> torch.Tensor:
-    """[count, length] of a move's elements in a bucket's bytes."""
+def piece_of(memory: torch.Tensor, wanted: Wanted, buffer: int, offset: int, num_elements: int) -> torch.Tensor:
+    """[num_elements] of a move's elements in a bucket's bytes."""
     dtype: torch.dtype = getattr(torch, wanted.buffers[buffer].dtype)
-    return memory[offset : offset + count * length * dtype.itemsize].view(dtype).view(count, length)
+    return memory[offset : offset + num_elements * dtype.itemsize].view(dtype)
 
 
-def piece_digests(memory: torch.Tensor, bucket: Bucket) -> list[bytes]:
-    """xxh3 (64 bits) of each move's bytes: finds what crc32 finds, at several times its speed."""
+def piece_digests(memory: torch.Tensor, bucket: Bucket) -> dict[int, bytes]:
+    """xxh3 (64 bits) of the bytes of each move that is sent: finds what crc32 finds, at several times its speed."""
     data: Any = memory.numpy()  # a buffer
     stops = [*bucket.offset.tolist(), bucket.nbytes]
-    return [xxhash.xxh3_64_digest(data[a:b]) for a, b in pairwise(stops)]
+    moves = (k for s in bucket.segments for k in range(s.first, s.last))
+    return {k: xxhash.xxh3_64_digest(data[stops[k] : stops[k + 1]]) for k in moves}
 
 
-def segment_digests(bucket: Bucket, pieces: Sequence[bytes]) -> tuple[int, ...]:
+def segment_digests(bucket: Bucket, pieces: Mapping[int, bytes]) -> tuple[int, ...]:
     """What signs the segments of a bucket."""
-    return tuple(xxhash.xxh3_64_intdigest(b"".join(pieces[s.first : s.last])) for s in bucket.segments)
+    joined = (b"".join(pieces[k] for k in range(s.first, s.last)) for s in bucket.segments)
+    return tuple(xxhash.xxh3_64_intdigest(data) for data in joined)
 
 
 def digests(memory: torch.Tensor, bucket: Bucket) -> tuple[int, ...]:

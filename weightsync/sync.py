@@ -4,22 +4,30 @@ An engine that fails stays paused while the others go on, and gets a whole push 
 restarted and gets another; fails it then too, it is given up.
 """
 
+import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, Protocol
+
+import torch
 
 from conf.choices import Channel
 from conf.schema import SyncConfig
 from rl.faults import RoleError, SyncError, reason_of
 from rl.roles import Metrics
-from weightsync.plan import Item, Link, Seat, Wanted, fingerprint, narrowed, require_whole
-from weightsync.sender import NUM_SLOTS
+from weightsync.channels.disk import folder_wanted
+from weightsync.plan import TWO_DRIVERS, Item, Link, Seat, Turn, Wanted, fingerprint, narrowed, require_whole, turns_of
 
 TRAINER = "the policy's ranks"
 Held = dict[tuple[int, int, int], int]  # digests by (rank, bucket, segment)
+COPIED_BYTES = 32 << 20  # beyond the caches of most machines
+PHASES = ("snapshot", "detect", "pause", "begin", "transfer", "finish", "probe", "resume")
+VERSIONS_KEPT = 2  # of which the trainer remembers log-probabilities, and weights with sync.snapshot
 
 
 class Source(Protocol):
@@ -40,14 +48,24 @@ class Source(Protocol):
         """Has every rank meet its readers, who are connecting too."""
         ...
 
-    def changed(self) -> Future[list[list[str]]]:
+    def take(self, version: int) -> Future[Any]:
+        """Copies the live weights, as those of `version`; two versions are kept (sync.snapshot)."""
+        ...
+
+    def changed(self, version: int) -> Future[list[list[str]]]:
         """For each rank the modules of which it has something that it has not sent."""
         ...
 
-    def begin_push(self, modules: list[str] | None) -> Future[Any]: ...
+    def begin_push(self, name: str, version: int, modules: list[str] | None) -> Future[Any]:
+        """A push of these modules begins: of the live weights, or with sync.snapshot of the copy of that version."""
+        ...
 
-    def pack(self, numbers: list[int | None], slot: int) -> Future[list[tuple[int, ...]]]:
-        """Has every rank send one of its buckets through a slot, or none; the digests of its segments, by rank."""
+    def pack(self, turns: list[Turn | None]) -> Future[list[Item | None]]:
+        """Has every rank send one of its buckets, or none. What was packed two calls ago must have been read."""
+        ...
+
+    def end_push(self, version: int) -> Future[Any]:
+        """Every engine that is left has everything."""
         ...
 
     def probe(self, row: list[int]) -> Future[list[float]]:
@@ -64,15 +82,17 @@ class Sink(Protocol):
         """What each of its workers wants."""
         ...
 
-    def connect(self, seats: list[Seat], links: list[Link]) -> Future[Any]:
-        """Gives each worker its place, and tells what the ranks will send."""
+    def connect(self, name: str, seats: list[Seat], links: list[Link]) -> Future[list[set[tuple[int, int]]]]:
+        """Gives each worker its place, and tells what the ranks will send; which buckets (rank, number) each reads."""
         ...
 
     def pause(self) -> Future[Any]:
         """Stops stepping (requests stay) and clears every cache that was computed with the old weights."""
         ...
 
-    def begin_update(self, modules: list[str] | None) -> Future[Any]: ...
+    def begin_update(self, name: str, version: int, modules: list[str] | None) -> Future[Any]:
+        """Prepares for a push over the connection `name`, which must be its last one."""
+        ...
 
     def load(self, items: list[Item]) -> Future[Any]: ...
 
@@ -101,10 +121,10 @@ class SyncReport:
     num_bytes: int = 0
     modules: int = 0
     num_modules: int = 0
-    detect_s: float = 0.0
-    transfer_s: float = 0.0
-    probe_s: float = 0.0
     probe_max: float = 0.0
+    memcpy_gb_s: float = 0.0  # of this host, for comparison
+    phase_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    verified: list[str] = field(default_factory=list)
     paused: dict[str, float] = field(default_factory=dict)  # since when, by the monotonic clock
     stall_s: dict[str, float] = field(default_factory=dict)
     resent: list[str] = field(default_factory=list)
@@ -116,16 +136,29 @@ class SyncReport:
         return {
             "sync/bytes": float(self.num_bytes),
             "sync/changed": self.modules / max(1, self.num_modules),
-            "sync/detect_s": self.detect_s,
-            "sync/transfer_s": self.transfer_s,
-            "sync/gb_s": self.num_bytes / 1e9 / max(1e-9, self.transfer_s),
-            "sync/probe_s": self.probe_s,
+            "sync/gb_s": self.gb_s,
+            "sync/memcpy_ratio": self.gb_s / max(1e-9, self.memcpy_gb_s),
             "sync/probe_max": self.probe_max,
             "sync/stall_s": max(self.stall_s.values(), default=0.0),
+            "sync/num_verified": float(len(self.verified)),
             "sync/num_resent": float(len(self.resent)),
             "sync/num_restarted": float(len(self.restarted)),
             "sync/num_lost": float(len(self.lost)),
+            **{f"sync/{phase}_s": seconds for phase, seconds in self.phase_s.items()},
         }
+
+    @property
+    def gb_s(self) -> float:
+        return self.num_bytes / 1e9 / max(1e-9, self.phase_s["transfer"] + self.phase_s["finish"])
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Adds what happens inside to the seconds of a phase."""
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self.phase_s[phase] += time.monotonic() - started
 
 
 @dataclass(kw_only=True)
@@ -149,7 +182,8 @@ class Delivery:
 class WeightSync:
     """Pushes from all ranks to all engines.
 
-    In each round every rank sends one bucket; the next is packed while this one is loaded.
+    In each round every rank sends one bucket; the next is packed while this one is loaded. With sync.snapshot a push
+    goes on in a thread once the ranks have copied their weights; `settle` waits for it.
     """
 
     def __init__(
@@ -170,7 +204,10 @@ class WeightSync:
         self.probe_row, self.probe_limit = probe_row, probe_limit
         self.lost: dict[str, str] = {}  # engines that were given up, and why
         self.report: SyncReport | None = None  # of the last push, or the one that is going on
+        self._memcpy_gb_s = memcpy_gb_s()
         self._since_whole = 0  # pushes since the last whole one to everybody, that one included; 0: none
+        self._expected: dict[int, list[float]] = {}  # the trainer's log-probabilities of the probe row, by version
+        self._pushing: Future[Metrics] | None = None
         if failed := self._connect(self.sinks):
             raise SyncError("\n".join(failed.values()))
 
@@ -181,31 +218,75 @@ class WeightSync:
     @property
     def num_bytes(self) -> int:
         """Bytes of a whole push."""
-        return sum(bucket.nbytes for link in self.links for bucket in link.stream.buckets)
+        return sum(stream.num_bytes for link in self.links for stream in link.streams)
 
     def push(self, version: int) -> Metrics:
         """Pushes `version` to every engine that is left; each samples again once it is verified.
 
-        Raises SyncError when the trainer fails, which leaves the engines that it was serving paused, or when no engine
-        is left.
+        With sync.snapshot it returns once the weights are copied and the engines paused, with the metrics of the push
+        before. Raises SyncError when the trainer fails, which leaves the engines that it was serving paused, or when
+        no engine is left.
         """
-        report = SyncReport(version=version, num_modules=len(self._modules), lost=dict(self.lost))
+        before = self.settle()
+        if not self.cfg.snapshot:
+            return self._push(version, lambda: None)
+        taken = threading.Event()
+        self._pushing = in_thread(lambda: self._push(version, taken.set), "weight sync")
+        self._pushing.add_done_callback(lambda _: taken.set())
+        taken.wait()  # not for ever: every phase of a push has its deadline
+        if self._pushing.done() and self._pushing.exception() is not None:
+            self.settle()
+        return before
+
+    def settle(self) -> Metrics:
+        """Waits for a push that is going on; its metrics, if there was one. Raises what `push` raises."""
+        if self._pushing is None:
+            return {}
+        pushing, self._pushing = self._pushing, None
+        return pushing.result()
+
+    def rollback(self) -> Metrics:
+        """Gives the engines the version before the last one again, whole: sync.snapshot keeps its weights.
+
+        Raises SyncError when the trainer does not hold it.
+        """
+        self.settle()
+        assert self.report is not None
+        version = max((kept for kept in self._expected if kept < self.report.version), default=None)
+        if version is None or not self.cfg.snapshot:
+            raise SyncError(
+                f"no version before {self.report.version} is kept; sync.snapshot=true keeps one from the second push on"
+            )
+        self._since_whole = 0
+        return self._push(version, lambda: None, again=True)
+
+    def _push(self, version: int, taken: Callable[[], None], again: bool = False) -> Metrics:
+        """`taken` is called once the weights may change; `again`: those of a version that was pushed before."""
+        report = SyncReport(
+            version=version,
+            num_modules=len(self._modules),
+            lost=dict(self.lost),
+            memcpy_gb_s=self._memcpy_gb_s,
+        )
         self.report = report
+        if self.cfg.snapshot and not again:
+            with report.timed("snapshot"):
+                self._trainer("snapshot", self.source.take(version))
+                self._expect(version, self.source.probe(self.probe_row))
         failed: dict[str, str] = {}
         if {sink.name for sink in self.living} != self._connected:
             failed = self._connect(self.living)
         ready = [sink for sink in self.living if sink.name not in failed]
         modules = None
         if self.cfg.delta and 0 < self._since_whole < self.cfg.full_every:
-            started = time.monotonic()
-            changed = self._trainer("compare", self.source.changed())
+            with report.timed("detect"):
+                changed = self._trainer("compare", self.source.changed(version))
             modules = sorted({module for rank in changed for module in rank})
-            report.detect_s = time.monotonic() - started
         report.modules = len(self._modules if modules is None else modules)
         self._since_whole = 1 if modules is None else self._since_whole + 1
         cut_off: list[Sink] = []
         for sinks in [[sink] for sink in ready] if self.cfg.one_by_one else [ready]:
-            done = self._deliver(sinks, modules, report)
+            done = self._deliver(sinks, modules, report, taken)
             failed |= done.failed
             cut_off += done.cut_off
         self._mend(failed, cut_off, report)
@@ -214,8 +295,11 @@ class WeightSync:
     def _mend(self, failed: dict[str, str], cut_off: list[Sink], report: SyncReport) -> None:
         """Brings engines back that failed: by a whole push, else by a restart and a whole push; else gives them up.
 
-        Those that another has cut off come first, without it; then each of the others alone.
+        Those that another has cut off come first, without it; then each of the others alone. Raises SyncError when
+        another driver has taken one of them: it is not to be taken back.
         """
+        if taken := [why for why in failed.values() if TWO_DRIVERS in why]:
+            raise SyncError("\n".join(taken))
         if cut_off:
             self.say(f"{', '.join(sink.name for sink in cut_off)}: cut off by the failure of another engine; resend")
             done = self._deliver_anew(cut_off, report)
@@ -255,28 +339,21 @@ class WeightSync:
         wants, failed = self._each(
             "plan", sinks, lambda sink: sink.wanted(shapes, self.source.dtype), self.cfg.timeout_s
         )
-        numbers: dict[str, int] = {}
-        readers: list[Wanted] = []
-        sizes: list[int] = []
-        seats: dict[str, list[Seat]] = {name: [] for name in wants}
-        for name, workers in wants.items():
-            for wanted in workers:
-                number = numbers.setdefault(wanted.fingerprint(), len(readers))
-                if number == len(readers):
-                    readers.append(wanted)
-                    sizes.append(0)
-                seats[name].append(Seat(reader=number, member=sizes[number]))
-                sizes[number] += 1
+        readers, sizes, seats = self._seat(shapes, wants)
         self._seats, self._connected, self._since_whole = seats, set(seats), 0
         if not seats:
             return failed
-        self.links = self.source.plan(readers, sizes, uuid.uuid4().hex[:8])
-        require_whole([link.stream for link in self.links], readers)
+        self._name = uuid.uuid4().hex[:8]
+        self.links = self.source.plan(readers, sizes, self._name)
+        require_whole((stream for link in self.links for stream in link.streams), readers)
         self._modules = sorted({module for wanted in readers for module in wanted.modules})
         met = self.source.connect()
         answering = [sink for sink in sinks if sink.name in seats]
-        _, down = self._each(
-            "connect", answering, lambda sink: sink.connect(seats[sink.name], self.links), self.cfg.timeout_s
+        self._reads, down = self._each(
+            "connect",
+            answering,
+            lambda sink: sink.connect(self._name, seats[sink.name], self._links_to(sink)),
+            self.cfg.timeout_s,
         )
         try:
             self._trainer("connect", met)
@@ -287,71 +364,131 @@ class WeightSync:
         self._connected -= down.keys()
         return failed | down
 
-    def _deliver(self, sinks: list[Sink], modules: list[str] | None, report: SyncReport) -> Delivery:
+    def _seat(
+        self, shapes: dict[str, tuple[int, ...]], wants: dict[str, list[Wanted]]
+    ) -> tuple[list[Wanted], list[int], dict[str, list[Seat]]]:
+        """(readers, workers of each, the engines' seats): workers that want the same are one reader.
+
+        Through a folder (sync.channel=disk) that is the only reader, and all workers read it.
+        """
+        if self.cfg.channel is Channel.disk and wants:
+            workers = [wanted for found in wants.values() for wanted in found]
+            folder = folder_wanted(shapes, self.source.dtype, workers)
+            wants = {name: [folder] * len(found) for name, found in wants.items()}
+        numbers: dict[str, int] = {}
+        readers: list[Wanted] = []
+        sizes: list[int] = []
+        seats: dict[str, list[Seat]] = {name: [] for name in wants}
+        for name, found in wants.items():
+            for wanted in found:
+                number = numbers.setdefault(wanted.fingerprint(), len(readers))
+                if number == len(readers):
+                    readers.append(wanted)
+                    sizes.append(0)
+                seats[name].append(Seat(reader=number, member=sizes[number]))
+                sizes[number] += 1
+        return readers, sizes, seats
+
+    def _readers_of(self, sinks: Sequence[Sink]) -> set[int]:
+        return {seat.reader for sink in sinks for seat in self._seats[sink.name]}
+
+    def _links_to(self, sink: Sink) -> list[Link]:
+        return [link.to(self._readers_of([sink])) for link in self.links]
+
+    def _deliver(
+        self,
+        sinks: list[Sink],
+        modules: list[str] | None,
+        report: SyncReport,
+        taken: Callable[[], None] = lambda: None,
+    ) -> Delivery:
         """One push to some of the connected engines. Each resumes when it is verified, or else stays paused."""
         done = Delivery(left=list(sinks))
+        if not self.cfg.snapshot:
+            self._expected.pop(report.version, None)
         began = time.monotonic()
         for sink in sinks:
             report.paused.setdefault(sink.name, began)
-        self._step("pause", done, lambda sink: sink.pause(), before_last_byte=True)
-        self._step("begin", done, lambda sink: sink.begin_update(modules), before_last_byte=True)
-        if not done.left:
-            return done
-        self._trainer("begin", self.source.begin_push(modules))
-        started = time.monotonic()
-        held, ours = self._send(done, modules, report)
-        if not done.left:
-            return done
-        prints = self._step("finish", done, lambda sink: sink.finish_update(report.version))
-        loaded = time.monotonic()
+        name, version = self._name, report.version
+        with report.timed("pause"):
+            self._step("pause", done, lambda sink: sink.pause(), before_last_byte=True)
+        with report.timed("begin"):
+            self._step("begin", done, lambda sink: sink.begin_update(name, version, modules), before_last_byte=True)
+            if not done.left:
+                return done
+            self._trainer("begin", self.source.begin_push(name, version, modules))
+            taken()
+        with report.timed("transfer"):
+            held = self._send(done, modules, report)
+            if not done.left:
+                return done
+        with report.timed("finish"):
+            prints = self._step("finish", done, lambda sink: sink.finish_update(version))
         for sink in list(done.left):
-            wanted = [fingerprint(held[seat.reader]) for seat in self._seats[sink.name]]
+            wanted = [
+                fingerprint({key: digest for key, digest in held[seat.reader].items() if key[:2] in reads})
+                for seat, reads in zip(self._seats[sink.name], self._reads[sink.name], strict=True)
+            ]
             if prints[sink.name] != wanted:
                 why = self._text("finish", f"{sink.name} holds {prints[sink.name]}, sent were {wanted}")
                 done.drop({sink.name: why})
-        expected = self._trainer("probe", ours)
-        theirs = self._step("probe", done, lambda sink: sink.probe(self.probe_row))
+        with report.timed("probe"):
+            if version not in self._expected:
+                self._expect(version, self.source.probe(self.probe_row))
+            theirs = self._step("probe", done, lambda sink: sink.probe(self.probe_row))
         for sink in list(done.left):
-            if why := self._mismatch(sink.name, expected, theirs[sink.name]):
+            if why := self._mismatch(sink.name, self._expected[version], theirs[sink.name]):
                 done.drop({sink.name: why})
-        self._step("resume", done, lambda sink: sink.resume())
+        with report.timed("resume"):
+            if done.left:
+                self._trainer("end", self.source.end_push(version))
+            self._step("resume", done, lambda sink: sink.resume())
         ended = time.monotonic()
         report.stall_s |= {sink.name: ended - report.paused[sink.name] for sink in done.left}
-        report.transfer_s += loaded - started
-        report.probe_s += ended - loaded
+        report.verified += [sink.name for sink in done.left]
         return done
 
-    def _send(
-        self, done: Delivery, modules: list[str] | None, report: SyncReport
-    ) -> tuple[dict[int, Held], Future[list[float]]]:
-        """All rounds of a push: what each reader was sent, and the trainer's log-probabilities of the probe row."""
-        readers = {seat.reader for sink in done.left for seat in self._seats[sink.name]}
-        streams = [link.stream if modules is None else narrowed(link.stream, modules) for link in self.links]
-        own = [[k for k, bucket in enumerate(stream.buckets) if bucket.reader in readers] for stream in streams]
-        count = max(len(numbers) for numbers in own)
-        rounds = [[numbers[k] if k < len(numbers) else None for numbers in own] for k in range(count)]
+    def _expect(self, version: int, probe: Future[list[float]]) -> None:
+        """Notes the trainer's log-probabilities of the probe row."""
+        self._expected[version] = self._trainer("probe", probe)
+        for old in sorted(self._expected)[:-VERSIONS_KEPT]:
+            del self._expected[old]
+
+    def _send(self, done: Delivery, modules: list[str] | None, report: SyncReport) -> dict[int, Held]:
+        """All rounds of a push; what each reader was sent."""
+        readers = self._readers_of(done.left)
+        streams = {
+            (link.rank, stream.reader): narrowed(stream, modules)
+            for link in self.links
+            for stream in link.streams
+            if stream.reader in readers
+        }
+        own = [turns_of([s for (rank, _), s in streams.items() if rank == link.rank], link.rank) for link in self.links]
+        rounds = list(zip_longest(*own))
         held: dict[int, Held] = {reader: {} for reader in readers}
-        packed = self.source.pack(rounds[0], 0) if rounds else None
-        ours: Future[list[float]] | None = None
-        for number, buckets in enumerate(rounds):
+        packed = self.source.pack(list(rounds[0])) if rounds else None
+        probing: Future[list[float]] | None = None
+        for number in range(len(rounds)):
             assert packed is not None
-            signed = self._trainer(f"pack round {number}", packed)
-            items = []
-            for link, stream, k, digests in zip(self.links, streams, buckets, signed, strict=True):
-                if k is not None:
-                    items.append(Item(rank=link.rank, number=k, slot=number % NUM_SLOTS, digests=digests))
-                    held[stream.buckets[k].reader] |= {(link.rank, k, nth): d for nth, d in enumerate(digests)}
-                    report.num_bytes += stream.buckets[k].nbytes
-            loading = {sink.name: sink.load(items) for sink in done.left}
+            items: list[Item] = [i for i in self._trainer(f"pack round {number}", packed) if i is not None]
+            for item in items:
+                held[item.reader] |= {(item.rank, item.number, nth): d for nth, d in enumerate(item.digests)}
+                report.num_bytes += streams[item.rank, item.reader].buckets[item.number].num_sent
+            loading = {}
+            for sink in done.left:
+                own_readers = self._readers_of([sink])
+                loading[sink.name] = sink.load([item for item in items if item.reader in own_readers])
             if number + 1 < len(rounds):
-                packed = self.source.pack(rounds[number + 1], (number + 1) % NUM_SLOTS)
-            if ours is None:
-                ours = self.source.probe(self.probe_row)  # while the engines load
+                packed = self.source.pack(list(rounds[number + 1]))
+            if probing is None and report.version not in self._expected:
+                probing = self.source.probe(self.probe_row)  # while the engines load
             _, down = self._wait(f"load round {number}", loading, self.cfg.timeout_s)
             done.drop(down, cuts_off=self.cfg.channel is Channel.collective)
             if not done.left:
                 break
-        return held, ours or self.source.probe(self.probe_row)
+        if probing is not None:
+            self._expect(report.version, probing)
+        return held
 
     def _step(
         self, phase: str, done: Delivery, call: Callable[[Sink], Future[Any]], before_last_byte: bool = False
@@ -414,3 +551,28 @@ class WeightSync:
                 said = str(error) if isinstance(error, RoleError) else f"{name} failed: {reason_of(error, name)}"
                 failed[name] = self._text(phase, "; ".join([said, *getattr(error, "__notes__", [])]))
         return results, failed
+
+
+def in_thread(work: Callable[[], Metrics], name: str) -> Future[Metrics]:
+    """Runs `work` in a daemon thread of its own, and gives its future."""
+    future: Future[Metrics] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
+
+
+def memcpy_gb_s() -> float:
+    """How fast this process copies memory that is mapped already: the best of three."""
+    source, target = torch.ones(COPIED_BYTES, dtype=torch.uint8), torch.zeros(COPIED_BYTES, dtype=torch.uint8)
+    best = float("inf")
+    for _ in range(3):
+        started = time.monotonic()
+        target.copy_(source)
+        best = min(best, time.monotonic() - started)
+    return COPIED_BYTES / 1e9 / max(best, 1e-9)

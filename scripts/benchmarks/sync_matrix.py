@@ -4,10 +4,12 @@ Each push carries fresh random weights in fp32, which are then trained for one s
 Engines score a random row; plain transformers, with the trainer's weights, says what is right.
 """
 
+import itertools
 import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from actors.cluster import Cluster
 from actors.engine import optimizer_spec
 from actors.group import RankGroup
 from actors.roles import ActorPolicy
-from actors.tensor_bytes import live_bytes, peak_bytes
+from actors.tensor_bytes import live_bytes
 from conf.choices import Channel, Dtype, Optimizer, Recompute
 from conf.errors import ConfigError
 from conf.layout import TrainLayout, every_layout, model_refusal
@@ -28,10 +30,14 @@ from rl.faults import SyncError
 from rl.types import Batch, Group, Prompt, Trajectory
 from rollout.engines import EngineGroup
 from scripts.benchmarks.common import Row, say
+from weightsync.plan import Link, Seat, narrowed
 from weightsync.sync import WeightSync
 
 VOCABULARY = 192  # divisible by the largest tensor-parallel size, as vLLM wants it
 LIMIT = 1e-5  # largest gap in nats
+MOVED = 1e-2  # smallest gap between what is pushed and what the engines held, in nats: else a push proves nothing
+LEARNING_RATE = 0.5
+BUCKET_BYTES = 1 << 18  # several buckets a rank
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 96,
@@ -88,14 +94,14 @@ def model_folder(name: str, seed: int, out: Path) -> Path:
     return out
 
 
-def config_of(layout: TrainLayout, folder: Path, sizes: list[tuple[int, int]], channel: Channel) -> Config:
+def config_of(layout: TrainLayout, folder: Path, sizes: list[tuple[int, int]], channel: Channel, root: Path) -> Config:
     fields = {key: value for key, value in vars(layout).items() if key != "ranks"}
     return Config(
         prompts_per_step=4,
         samples_per_prompt=2,
         num_steps=1000,
         model=ModelConfig(path=str(folder)),
-        trainer=TrainerConfig(**fields, optimizer=Optimizer.sgd, lr=0.05, grad_clip=0.0, num_threads=1),
+        trainer=TrainerConfig(**fields, optimizer=Optimizer.sgd, lr=LEARNING_RATE, grad_clip=0.0, num_threads=1),
         rollout=RolloutConfig(
             tp=[tp for tp, _ in sizes],
             pp=[pp for _, pp in sizes],
@@ -104,7 +110,13 @@ def config_of(layout: TrainLayout, folder: Path, sizes: list[tuple[int, int]], c
             num_threads=1,
             mismatch_limit=1e9,
         ),
-        sync=SyncConfig(channel=channel, delta=True, timeout_s=120.0),
+        sync=SyncConfig(
+            channel=channel,
+            folder=str(root / "versions") if channel is Channel.disk else None,
+            delta=True,
+            bucket_bytes=BUCKET_BYTES,
+            timeout_s=120.0,
+        ),
         cluster=ClusterConfig(train_ranks=layout.ranks, rollout_engines=len(sizes)),
     )
 
@@ -153,7 +165,7 @@ def measure_model(cluster: Cluster, name: str, root: Path) -> list[Row]:
     sizes = MODELS[name][2]
     folders = [model_folder(name, seed, root / f"{name}-{seed}") for seed in range(3)]
     plainest = {layout.ranks: layout for layout in layouts() if layout.zero_stage + layout.tp + layout.ep == 2}
-    first = {ranks: config_of(layout, folders[0], sizes, Channel.shm) for ranks, layout in plainest.items()}
+    first = {ranks: config_of(layout, folders[0], sizes, Channel.shm, root) for ranks, layout in plainest.items()}
     groups = {
         ranks: RankGroup(cfg, cluster, "policy", str(folders[0]), optimizer_spec(cfg.trainer))
         for ranks, cfg in first.items()
@@ -163,24 +175,23 @@ def measure_model(cluster: Cluster, name: str, root: Path) -> list[Row]:
         for ready in [*(group.start() for group in groups.values()), engines.start()]:
             ready.result()
         rows: list[Row] = []
-        for number, (channel, layout) in enumerate((c, layout) for c in Channel for layout in layouts()):
-            labels = {"model": name, "train": layout.label(), "channel": channel.value}
+        for number, layout in enumerate(layouts()):
             refusal = layout.refusal() or model_refusal(layout, SIZES | MODELS[name][1] | {"model_type": kind(name)})
-            found: list[Row] = []
             if refusal is None:
+                folder = folders[1 + number % 2]
                 try:
-                    cfg = config_of(layout, folders[1 + number % 2], sizes, channel)
-                    found = list(measure_layout(groups[layout.ranks], engines, cfg, folders[1 + number % 2], root))
+                    found = list(measure_layout(groups[layout.ranks], engines, layout, sizes, folder, root))
                 except ConfigError as error:
                     refusal = str(error)
-            else:
-                found = [{"engine": engine_label(size), "mode": mode} for size in sizes for mode in ("full", "delta")]
+            if refusal is not None:
+                kinds = itertools.product(sizes, Channel, ("full", "delta"))
+                found = [{"engine": engine_label(s), "channel": c.value, "mode": mode} for s, c, mode in kinds]
             for row in found:
-                told = {"legal": refusal is None, "reason": refusal or ""}
-                variant = " / ".join([name, layout.label(), row["engine"], channel.value, row["mode"]])
-                rows.append(EMPTY | {"variant": variant, "repeat": 0} | labels | told | row)
+                told = {"model": name, "train": layout.label(), "legal": refusal is None, "reason": refusal or ""}
+                variant = " / ".join([name, layout.label(), row["engine"], row["channel"], row["mode"]])
+                rows.append(EMPTY | {"variant": variant, "repeat": 0} | told | row)
             worst = max((row["max_logprob_diff"] for row in found if "max_logprob_diff" in row), default=None)
-            say(f"{name} / {layout.label()} / {channel.value}: {refusal or f'largest gap {worst:.1e}'}")
+            say(f"{name} / {layout.label()}: {refusal or f'largest gap {worst:.1e}'}")
         return rows
     finally:
         engines.stop()
@@ -203,38 +214,51 @@ def engine_label(size: tuple[int, int]) -> str:
     return f"tp{size[0]}" if size[1] == 1 else f"pp{size[1]}"
 
 
-def measure_layout(group: RankGroup, engines: EngineGroup, cfg: Config, folder: Path, root: Path) -> Iterator[Row]:
-    """A push of everything, then one of what a step of training has changed; a row for each engine and push."""
+def measure_layout(
+    group: RankGroup, engines: EngineGroup, layout: TrainLayout, sizes: list[tuple[int, int]], folder: Path, root: Path
+) -> Iterator[Row]:
+    """Through each channel a push of everything, then one of what a step of training has changed; a row for each engine
+    and push."""
+    cfg = config_of(layout, folder, sizes, Channel.shm, root)
     group.restart(cfg, str(folder), optimizer_spec(cfg.trainer)).result()
     policy = ActorPolicy(cfg, group)
-    before = on_ranks(group, held_bytes)
-    handles = [Sized(handle) for handle in engines.handles]
-    sync = WeightSync(policy, handles, random_row(7, 16), 1e-3, cfg.sync, cfg.cluster.start_timeout_s, say)
-    sizes = list(zip(cfg.rollout.tp, cfg.rollout.pp, strict=True))
-    for version, mode in enumerate(("full", "delta")):
-        weights = folder
-        if mode == "delta":
-            policy.update(random_batch(), 0, 0)
-            weights = root / "trained"
-            group.call("export", str(weights), str(folder))
-        started = time.monotonic()
-        metrics = sync.push(version)
-        push_s = time.monotonic() - started
-        if metrics["sync/num_resent"] or metrics["sync/num_restarted"]:
-            raise SyncError(f"{cfg.train_layout.label()}, {mode}: an engine needed another push")
-        gaps = gaps_of(handles, weights)
-        extra = None
-        if cfg.sync.channel is Channel.shm and mode == "full":  # a broadcast would wait for its readers
-            extra = max(peak - base for peak, base in zip(on_ranks(group, pack_peak), before, strict=True))
-        for handle, size, gap in zip(handles, sizes, gaps, strict=True):
-            yield {
-                "engine": engine_label(size),
-                "mode": mode,
-                "max_logprob_diff": gap,
-                "push_s": push_s,
-                "bytes": handle.num_bytes,
-                "peak_extra_bytes": extra,
-            }
+    handles: list[Any] = [Sized(handle) for handle in engines.handles]
+    weights, version, held = folder, 0, None
+    for channel in Channel:
+        cfg = config_of(layout, folder, sizes, channel, root)
+        policy.cfg = cfg
+        on_ranks(group, partial(set_config, cfg))
+        before = on_ranks(group, held_bytes)
+        sync = WeightSync(policy, handles, random_row(7, 16), 1e-3, cfg.sync, cfg.cluster.start_timeout_s, say)
+        for mode in ("full", "delta"):
+            if version:
+                policy.update(random_batch(), 0, 0)
+                weights = root / "trained"
+                group.call("export", str(weights), str(folder))
+            group.measure(mode == "full")
+            started = time.monotonic()
+            metrics = sync.push(version)
+            push_s = time.monotonic() - started
+            group.measure(False)
+            if metrics["sync/num_resent"] or metrics["sync/num_restarted"]:
+                raise SyncError(f"{layout.label()}, {channel.value}, {mode}: an engine needed another push")
+            wanted = scores_of(weights)
+            if held is not None and float((wanted - held).abs().max()) < MOVED:
+                raise SyncError(f"{layout.label()}, {channel.value}, {mode}: training has moved the weights too little")
+            held, version = wanted, version + 1
+            peaks = on_ranks(group, sync_peak) if mode == "full" else None
+            for handle, size in zip(handles, sizes, strict=True):
+                found = torch.tensor(handle.probe(random_row(11, 60)).result(timeout=60))
+                yield {
+                    "engine": engine_label(size),
+                    "channel": channel.value,
+                    "mode": mode,
+                    "max_logprob_diff": float((found - wanted).abs().max()),
+                    "push_s": push_s,
+                    "bytes": handle.num_bytes,
+                    "peak_extra_bytes": peaks and max(p - b for p, b in zip(peaks, before, strict=True)),
+                }
+        group.call("close_sync")
 
 
 class Sized:
@@ -246,29 +270,24 @@ class Sized:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._handle, name)
 
-    def connect(self, seats: list[Any], links: list[Any]) -> Future[Any]:
-        self._seats, self._links = seats, links
-        return self._handle.connect(seats, links)
+    def connect(self, name: str, seats: list[Seat], links: list[Link]) -> Future[list[set[tuple[int, int]]]]:
+        self._links = links
+        return self._handle.connect(name, seats, links)
 
-    def begin_update(self, modules: list[str] | None) -> Future[Any]:
-        from weightsync.plan import narrowed
-
-        readers = {seat.reader for seat in self._seats}
-        streams = [link.stream if modules is None else narrowed(link.stream, modules) for link in self._links]
-        self.num_bytes = sum(stream.bytes_to(reader) for stream in streams for reader in readers)
-        return self._handle.begin_update(modules)
+    def begin_update(self, name: str, version: int, modules: list[str] | None) -> Future[Any]:
+        streams = [narrowed(stream, modules) for link in self._links for stream in link.streams]
+        self.num_bytes = sum(stream.num_bytes for stream in streams)
+        return self._handle.begin_update(name, version, modules)
 
 
 @torch.no_grad()
-def gaps_of(handles: list[Sized], folder: Path) -> list[float]:
-    """Largest gap of each engine's log-probabilities of a row from those of plain transformers."""
+def scores_of(folder: Path) -> torch.Tensor:
+    """Log-probabilities of a random row by plain transformers."""
     from transformers import AutoModelForCausalLM
 
     lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     row = torch.tensor(random_row(11, 60))
-    wanted = lm(row[None]).logits[0, :-1].log_softmax(-1).gather(-1, row[1:, None])[:, 0]
-    found = [handle.probe(row.tolist()).result(timeout=60) for handle in handles]
-    return [float((torch.tensor(values) - wanted).abs().max()) for values in found]
+    return lm(row[None]).logits[0, :-1].log_softmax(-1).gather(-1, row[1:, None])[:, 0]
 
 
 def on_ranks(group: RankGroup, function: Any) -> list[int]:
@@ -285,8 +304,11 @@ def held_bytes(host: Any) -> int:
     return live_bytes(host.device)
 
 
-def pack_peak(host: Any) -> int:
-    """The most bytes of tensors in a rank's process while it packs its first bucket."""
-    role = host.roles["policy"]
-    numbers = [0 if role._sender.current.buckets else None] * role.world
-    return peak_bytes(lambda: role.pack(numbers, 0), host.device)[1]
+def set_config(cfg: Config, host: Any) -> None:
+    """Has the policy of a rank push by another configuration."""
+    host.roles["policy"].cfg = cfg
+
+
+def sync_peak(host: Any) -> int:
+    """The most bytes of tensors in a rank's process in the last push that was measured."""
+    return int(host.peaks["policy"].pop("sync"))

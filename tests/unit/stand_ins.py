@@ -37,7 +37,7 @@ from rollout.engine import Outcome, Request
 from rollout.pool import as_trajectory, derive_seed
 from rollout.rewards import Scored
 from weightsync.channels.shm import Ring, RingReader
-from weightsync.plan import Buffer, Item, Link, Seat, Wanted, fingerprint, narrowed, plan_stream
+from weightsync.plan import Buffer, Item, Link, Seat, Turn, Wanted, fingerprint, narrowed, plan_streams
 from weightsync.regions import Regions
 from weightsync.sender import NUM_SLOTS, Read, Sender, digests, piece_of, plain
 
@@ -220,6 +220,9 @@ class CopySync:
         self.pushed.append(version)
         return {"sync/bytes": 0.0}
 
+    def settle(self) -> Metrics:
+        return {}
+
 
 class DirectRollouts:
     """rl.roles.Rollouts that samples when asked. Raises where a real pool would have nothing: beyond `max_lag`."""
@@ -292,10 +295,10 @@ class TinySource:
         return {name: tuple(p.shape) for name, p in self.lm.named_parameters()}
 
     def plan(self, readers: list[Wanted], sizes: list[int], name: str) -> list[Link]:
-        stream = plan_stream(whole_tensors(self.shapes()), readers, 256)
+        (stream,) = streams = plan_streams(whole_tensors(self.shapes()), readers, 256)
         self.ring = Ring(stream.max_bytes, NUM_SLOTS)
-        self.sender = Sender(stream, readers, self.ring)
-        return [Link(rank=0, stream=stream, signed=stream.fingerprint(), address=self.ring.address)]
+        self.sender = Sender(0, streams, readers, self.ring)
+        return [Link(rank=0, streams=streams, signed=(stream.fingerprint(),), address=self.ring.address)]
 
     def connect(self) -> Future[None]:
         return done()
@@ -303,17 +306,23 @@ class TinySource:
     def sources(self) -> list[Read]:
         return [plain(p.detach().flatten()) for p in self.lm.parameters()]
 
-    def changed(self) -> Future[list[list[str]]]:
-        return done([self.sender.changed(self.sources())])
-
-    def begin_push(self, modules: list[str] | None) -> Future[None]:
-        self.sender.begin(self.sources(), modules)
+    def take(self, version: int) -> Future[Any]:
         return done()
 
-    def pack(self, numbers: list[int | None], slot: int) -> Future[list[tuple[int, ...]]]:
-        (number,) = numbers
-        assert number is not None
-        return done([self.sender.pack(number, slot)])
+    def changed(self, version: int) -> Future[list[list[str]]]:
+        return done([self.sender.changed(self.sources())])
+
+    def begin_push(self, name: str, version: int, modules: list[str] | None) -> Future[None]:
+        self.sender.begin(self.sources(), version, modules)
+        return done()
+
+    def pack(self, turns: list[Turn | None]) -> Future[list[Item | None]]:
+        (turn,) = turns
+        assert turn is not None
+        return done([self.sender.pack(turn)])
+
+    def end_push(self, version: int) -> Future[None]:
+        return done()
 
     def probe(self, row: list[int]) -> Future[list[float]]:
         return done(score_row(self.lm, row))
@@ -349,8 +358,8 @@ class TinyEngine:
     def stop(self) -> None:
         self.stopped = True
 
-    def begin_update(self, modules: list[str] | None) -> Future[Any]:
-        self.stream = self.link.stream if modules is None else narrowed(self.link.stream, modules)
+    def begin_update(self, name: str, version: int, modules: list[str] | None) -> Future[Any]:
+        self.stream = narrowed(self.link.streams[0], modules)
         self.held: dict[tuple[int, int, int], int] = {}
         return done()
 
@@ -359,10 +368,10 @@ class TinyEngine:
         self.wants = Wanted(names=tuple(shapes), regions=whole_tensors(shapes), buffers=buffers)
         return done([self.wants])
 
-    def connect(self, seats: list[Seat], links: list[Link]) -> Future[Any]:
+    def connect(self, name: str, seats: list[Seat], links: list[Link]) -> Future[list[set[tuple[int, int]]]]:
         (self.link,) = links
         self.inlet = RingReader(self.link.address)
-        return done()
+        return done([{(0, number) for number in self.link.streams[0].buckets}])
 
     def restart(self) -> Future[Any]:
         self.lm, self.paused, self.generation = TinyLm(seed=7), True, self.generation + 1
@@ -372,14 +381,14 @@ class TinyEngine:
         parameters = list(self.lm.parameters())
         for item in items:
             bucket = self.stream.buckets[item.number]
-            slot = self.inlet.receive(item.slot, bucket.nbytes)
+            slot = self.inlet.receive(item.slot, bucket)
             if digests(slot, bucket) != item.digests:
                 return broken(RuntimeError(f"digest of bucket {item.number}"))
             m = bucket.moves
-            for k in range(len(m)):
+            for k in (k for s in bucket.segments for k in range(s.first, s.last)):
                 at, size = int(m.target_at[k]), int(m.count[k] * m.length[k])
-                piece = piece_of(slot, self.wants, int(m.target[k]), int(bucket.offset[k]), 1, size)
-                parameters[int(m.target[k])].data.view(-1)[at : at + size] = piece[0]
+                piece = piece_of(slot, self.wants, int(m.target[k]), int(bucket.offset[k]), size)
+                parameters[int(m.target[k])].data.view(-1)[at : at + size] = piece
             self.held |= {(0, item.number, k): digest for k, digest in enumerate(item.digests)}
         return done()
 

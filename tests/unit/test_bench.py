@@ -258,7 +258,7 @@ def test_different_work_or_settings_are_refused() -> None:
 def test_the_warm_memory_of_sync_holds_every_tensor(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
-    from scripts.benchmarks import sync
+    from scripts.benchmarks import sync_speed
 
     weights = {f"model.layers.{i}.w": torch.randn(40, 40) for i in range(5)}
     save_file({k: v for k, v in weights.items() if not k.endswith("4.w")}, tmp_path / "a.safetensors")
@@ -269,9 +269,9 @@ def test_the_warm_memory_of_sync_holds_every_tensor(tmp_path: Path) -> None:
         .replace('"b"', '"b.safetensors"')
     )
     (tmp_path / "config.json").write_text("{}")
-    warm = sync.fill_memory(tmp_path, "float32")
+    warm = sync_speed.fill_memory(tmp_path, "float32")
     places = warm.info["places"]
-    found = {name: sync.view_of(warm.ring.memory, at, shape, torch.float32) for name, at, shape in places}
+    found = {name: sync_speed.view_of(warm.ring.memory, at, shape, torch.float32) for name, at, shape in places}
     assert found.keys() == weights.keys() and all(torch.equal(found[name], weights[name]) for name in weights)
     warm.ring.close()
 

@@ -3,12 +3,15 @@
 Each rank has a group with each reader that it sends to: the rank first, then the workers that are this reader.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
+
+from weightsync.plan import Bucket
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +33,7 @@ class Broadcaster:
     def __init__(self, address: GroupAddress, num_slots: int):
         self.address = address
         self._slots = [torch.zeros(address.slot_bytes, dtype=torch.uint8) for _ in range(num_slots)]
-        self._sending: list[Any] = [None] * num_slots
+        self._sending: list[list[Any]] = [[] for _ in range(num_slots)]
         self._groups: dict[int, Any] = {}
 
     def connect(self) -> None:
@@ -40,14 +43,21 @@ class Broadcaster:
 
     def slot(self, index: int) -> torch.Tensor:
         """Bytes [slot_bytes] of a slot, once what was in it has been sent."""
-        if self._sending[index] is not None:
-            self._sending[index].wait()
-            self._sending[index] = None
+        for work in self._sending[index]:
+            work.wait()
+        self._sending[index] = []
         return self._slots[index]
 
-    def send(self, index: int, nbytes: int, reader: int) -> None:
-        """Starts the broadcast of a slot's first bytes."""
-        self._sending[index] = broadcast(self._groups[reader], self._slots[index][:nbytes])
+    def begin(self, version: int, modules: Collection[str] | None) -> None:
+        """As weightsync.channels.channel.Outlet."""
+
+    def send(self, index: int, reader: int, bucket: Bucket) -> None:
+        """Starts the broadcasts of what is sent of a bucket."""
+        memory = self._slots[index]
+        self._sending[index] = [broadcast(self._groups[reader], memory[a:b]) for a, b in bucket.ranges]
+
+    def end(self, version: int) -> None:
+        """As weightsync.channels.channel.Outlet."""
 
     def close(self) -> None:
         self._groups.clear()
@@ -59,9 +69,13 @@ class Listener:
     def __init__(self, address: GroupAddress, reader: int, member: int):
         self._group = join(address, reader, 1 + member) if reader in address.readers else None
 
-    def receive(self, slot: int, nbytes: int, memory: torch.Tensor) -> torch.Tensor:
+    def begin(self, version: int, modules: Collection[str] | None) -> None:
+        """As weightsync.channels.channel.Inlet."""
+
+    def receive(self, slot: int, bucket: Bucket, memory: torch.Tensor) -> torch.Tensor:
         """The next bytes, whatever the slot that they were sent from, in `memory`."""
-        broadcast(self._group, memory[:nbytes]).wait()
+        for work in [broadcast(self._group, memory[a:b]) for a, b in bucket.ranges]:
+            work.wait()
         return memory
 
 

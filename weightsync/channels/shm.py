@@ -5,9 +5,12 @@ against the size of /dev/shm, and is gone with the last process that maps it, ho
 """
 
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
+
+from weightsync.plan import Bucket
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +40,14 @@ class Ring:
     def connect(self) -> None:
         """As weightsync.channels.channel.Outlet: readers open the memory by themselves."""
 
-    def send(self, index: int, nbytes: int, reader: int) -> None:
+    def begin(self, version: int, modules: Collection[str] | None) -> None:
+        """As weightsync.channels.channel.Outlet."""
+
+    def send(self, index: int, reader: int, bucket: Bucket) -> None:
         """As weightsync.channels.channel.Outlet: what is in a slot is there for everybody."""
+
+    def end(self, version: int) -> None:
+        """As weightsync.channels.channel.Outlet."""
 
     def slot(self, index: int) -> torch.Tensor:
         """Bytes [slot_bytes] of one slot."""
@@ -58,7 +67,10 @@ class RingReader:
         self._slot_bytes = address.slot_bytes
         self._memory = open_ring(address.path, address.slot_bytes, address.num_slots)
 
-    def receive(self, slot: int, nbytes: int, memory: torch.Tensor | None = None) -> torch.Tensor:
+    def begin(self, version: int, modules: Collection[str] | None) -> None:
+        """As weightsync.channels.channel.Inlet."""
+
+    def receive(self, slot: int, bucket: Bucket, memory: torch.Tensor | None = None) -> torch.Tensor:
         """As weightsync.channels.channel.Inlet."""
         return slot_of(self._memory, slot, self._slot_bytes)
 

@@ -46,6 +46,7 @@ MUST_BE_GIVEN = {
     "data=file": "data.path=a.jsonl",
     "reward=function": "reward._target_=m.f",
     "algo=distill": "teacher.path=teacher",
+    "sync=disk": "sync.folder=versions",
 }
 ROUNDS = max(len(choices) for choices in GROUPS.values())
 FILES = sorted(CONF.glob("*/*.yaml"))

@@ -137,13 +137,14 @@ def test_run_one_optimizer_step_calls_in_order_and_does_not_score() -> None:
         ("sync.push", 2),
         ("after_step", 2),
         ("rollouts.set_version", 2),
+        ("sync.settle",),
     ]
 
 
 def test_run_all_roles_score_before_the_critic_and_the_policy_update() -> None:
     cfg = make_cfg(num_steps=1, algo=TWO_MINI_BATCHES | {"kl_coef": 0.1})
     calls = recorded(cfg, RunState(), reference=FixedReference(), critic=ValueOne())
-    assert [name for name, *_ in calls[3:-3]] == [
+    assert [name for name, *_ in calls[3:-4]] == [
         "rollouts.next_groups",
         "policy.logprobs",
         "reference.logprobs",
@@ -165,7 +166,7 @@ def test_run_resumed_state_continues_its_counters_everywhere() -> None:
 
 def test_run_finished_state_takes_no_step() -> None:
     calls = recorded(make_cfg(num_steps=2), RunState(step=2))
-    assert [name for name, *_ in calls] == ["sync.push", "before_first", "rollouts.start"]
+    assert [name for name, *_ in calls] == ["sync.push", "before_first", "rollouts.start", "sync.settle"]
 
 
 def test_run_every_phase_is_timed() -> None:

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.weightsync.test_plan import NAMES, wanted, zero3
-from weightsync.offline import RankPlan, Tally, distinct, join_readers, plan_rank, stream_of
-from weightsync.plan import PlanError, plan_stream
+from weightsync.offline import RankPlan, Tally, distinct, join_readers, plan_rank
+from weightsync.plan import PlanError, plan_streams
 from weightsync.regions import Moves, Regions
 from weightsync.saved_plan import HEADER, load_plan, rank_file, save_plan
 
@@ -31,12 +31,13 @@ def test_offline_plan_of_any_rank_equals_the_rank_s_own(ranks: int, parts: int, 
     wants = [wanted(part, parts) for part in range(parts)]
     readers, held = join_readers(wants), zero3(ranks)
     tally = Tally(readers)
-    for rank, holds in enumerate(held):
+    for holds in held:
         plan = plan_rank(holds, readers, bucket_bytes)
-        own = plan_stream(holds, wants, bucket_bytes, rank)
-        assert stream_of(plan, wants, bucket_bytes, rank).fingerprint() == own.fingerprint()
-        assert plan.bytes_to(parts).tolist() == [own.bytes_to(reader) for reader in range(parts)]
-        assert sorted(plan.bucket_bytes.tolist()) == sorted(bucket.nbytes for bucket in own.buckets)
+        own = plan_streams(holds, wants, bucket_bytes)
+        assert [s.fingerprint() for s in streams_of(plan, wants, bucket_bytes)] == [s.fingerprint() for s in own]
+        sent = {stream.reader: stream.num_bytes for stream in own}
+        assert plan.bytes_to(parts).tolist() == [sent.get(reader, 0) for reader in range(parts)]
+        assert plan.bucket_bytes.tolist() == [bucket.nbytes for stream in own for bucket in stream.buckets.values()]
         tally.add(plan)
     tally.require_whole()
     assert readers.num_bytes <= tally.num_bytes == sum(map(sum, tally.links))

@@ -9,7 +9,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightsync.plan import ITEM_BYTES, Buffer, PlanError, Stream, Wanted, plan_stream, require_whole
+from weightsync.plan import (
+    ITEM_BYTES,
+    Buffer,
+    PlanError,
+    Stream,
+    Wanted,
+    narrowed,
+    plan_stream,
+    plan_streams,
+    require_whole,
+    turns_of,
+)
 from weightsync.regions import Regions
 
 SHAPES = {"embed": (40, 8), "layers.0.q": (8, 8), "layers.0.k": (4, 8), "layers.0.o": (8, 8), "norm": (8,)}
@@ -49,14 +60,12 @@ def zero3(ranks: int) -> list[Regions]:
     return held
 
 
-def deliver(streams: list[Stream], held: list[Regions], reader: int, want: Wanted) -> dict[int, np.ndarray[Any, Any]]:
-    """The reader's buffers, after all moves were made one element at a time; element e of tensor t is 1000 t + e."""
+def deliver(streams: list[Stream], held: list[Regions], want: Wanted) -> dict[int, np.ndarray[Any, Any]]:
+    """A reader's buffers, after all moves were made one element at a time; element e of tensor t is 1000 t + e."""
     found = {k: np.full(400, -1) for k in range(len(want.buffers))}
     for stream, holds in zip(streams, held, strict=True):
         memory = {int(holds.buffer[n]): 1000 * int(holds.tensor[n]) + int(holds.start[n]) for n in range(len(holds))}
-        for bucket in stream.buckets:
-            if bucket.reader != reader:
-                continue
+        for bucket in stream.buckets.values():
             m = bucket.moves
             for n in range(len(m)):
                 for i in range(m.count[n]):
@@ -71,10 +80,10 @@ def deliver(streams: list[Stream], held: list[Regions], reader: int, want: Wante
 @given(st.integers(1, 5), st.sampled_from([1, 2, 4]), st.sampled_from([48, 100, 256, 10_000]))
 def test_streams_deliver_what_is_wanted_in_buckets(ranks: int, parts: int, bucket_bytes: int) -> None:
     readers, held = [wanted(part, parts) for part in range(parts)], zero3(ranks)
-    streams = [plan_stream(holds, readers, bucket_bytes) for holds in held]
+    streams = [plan_stream(holds, want, r, bucket_bytes) for holds in held for r, want in enumerate(readers)]
     require_whole(streams, readers)
     for number, want in enumerate(readers):
-        found = deliver(streams, held, number, want)
+        found = deliver([stream for stream in streams if stream.reader == number], held, want)
         for n in range(len(want.regions)):
             r = {name: int(getattr(want.regions, name)[n]) for name in vars(want.regions)}
             for i in range(r["count"]):
@@ -82,9 +91,9 @@ def test_streams_deliver_what_is_wanted_in_buckets(ranks: int, parts: int, bucke
                     place = found[r["buffer"]][r["at"] + i * r["row"] + j * r["col"]]
                     assert place == 1000 * r["tensor"] + r["start"] + i * r["stride"] + j
     for stream in streams:
-        for bucket in stream.buckets:
-            assert bucket.nbytes <= bucket_bytes
-            item = np.array([ITEM_BYTES[readers[bucket.reader].buffers[b].dtype] for b in bucket.moves.target])
+        for bucket in stream.buckets.values():
+            assert bucket.nbytes == bucket.num_sent <= bucket_bytes and bucket.ranges == [(0, bucket.nbytes)]
+            item = np.array([ITEM_BYTES[readers[stream.reader].buffers[b].dtype] for b in bucket.moves.target])
             ends = bucket.offset + bucket.moves.num_elements * item
             assert (bucket.offset[1:] >= ends[:-1]).all() and ends[-1] <= bucket.nbytes
             assert [s.first for s in bucket.segments] == [0, *[s.last for s in bucket.segments[:-1]]]
@@ -93,29 +102,46 @@ def test_streams_deliver_what_is_wanted_in_buckets(ranks: int, parts: int, bucke
 
 
 def test_modules_arrive_one_after_another() -> None:
-    (stream,) = [plan_stream(holds, [wanted()], 100) for holds in zero3(1)]
-    order = [segment.module for bucket in stream.buckets for segment in bucket.segments]
+    (stream,) = plan_streams(zero3(1)[0], [wanted()], 100)
+    order = [segment.module for bucket in stream.buckets.values() for segment in bucket.segments]
     assert list(dict.fromkeys(order)) == ["embed", "qkv", "o", "norm"] and order == sorted(
         order, key=["embed", "qkv", "o", "norm"].index
     )
 
 
 def test_readers_take_turns() -> None:
-    (stream,) = [plan_stream(holds, [wanted(0, 2), wanted(1, 2)], 200) for holds in zero3(1)]
-    assert [bucket.reader for bucket in stream.buckets[:4]] == [0, 1, 0, 1]
+    streams = plan_streams(zero3(1)[0], [wanted(0, 2), wanted(1, 2)], 200)
+    assert turns_of(streams, 0)[:4] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    assert turns_of(streams, 1)[:4] == [(1, 0), (0, 0), (1, 1), (0, 1)]
+    assert sorted(turns_of(streams, 5)) == [(s.reader, number) for s in streams for number in s.buckets]
+    assert turns_of((), 3) == []
+
+
+@given(st.sets(st.sampled_from(["embed", "qkv", "o", "norm"])), st.sampled_from([48, 100, 10_000]))
+def test_narrowed_stream_sends_the_named_modules_bytes_alone(modules: set[str], bucket_bytes: int) -> None:
+    (stream,) = plan_streams(zero3(2)[1], [wanted()], bucket_bytes)
+    left = narrowed(stream, modules)
+    sizes = {number: [s for s in bucket.segments if s.module in modules] for number, bucket in stream.buckets.items()}
+    assert left.buckets.keys() == {number for number, segments in sizes.items() if segments}
+    for number, bucket in left.buckets.items():
+        assert bucket.segments == tuple(sizes[number])
+        inside = {byte for begin, end in bucket.ranges for byte in range(begin, end)}
+        assert inside == {byte for s in bucket.segments for byte in range(s.begin, s.end)}
+        assert bucket.num_sent == len(inside) == sum(end - begin for begin, end in bucket.ranges)
+    assert narrowed(stream, None) is stream
 
 
 def test_bytes_are_near_the_least_that_can_be_sent() -> None:
     readers = [wanted(part, 2) for part in range(2)]
-    streams = [plan_stream(holds, readers, 10_000) for holds in zero3(2)]
+    streams = [stream for holds in zero3(2) for stream in plan_streams(holds, readers, 10_000)]
     for number, want in enumerate(readers):
         assert want.num_bytes() == 4 * (320 + 32 + 16 + 32) + 2 * 8
-        assert want.num_bytes() <= sum(s.bytes_to(number) for s in streams) <= want.num_bytes() + 16 * 6
+        assert want.num_bytes() <= sum(s.num_bytes for s in streams if s.reader == number) <= want.num_bytes() + 16 * 6
 
 
 def test_plans_agree_only_when_they_are_equal() -> None:
-    first, again = (plan_stream(zero3(2)[0], [wanted()], 100).fingerprint() for _ in range(2))
-    assert first == again != plan_stream(zero3(2)[1], [wanted()], 100).fingerprint()
+    first, again = (plan_stream(zero3(2)[0], wanted(), 0, 100).fingerprint() for _ in range(2))
+    assert first == again != plan_stream(zero3(2)[1], wanted(), 0, 100).fingerprint()
     assert wanted().fingerprint() == wanted().fingerprint() != wanted(0, 2).fingerprint()
 
 
@@ -123,13 +149,13 @@ def test_tensor_that_nobody_holds_is_named() -> None:
     held = zero3(1)[0]
     some = held.take(held.tensor != NAMES.index("layers.0.k"))
     with pytest.raises(PlanError, match=r"layers\.0\.k \(0 of 32 elements\)$"):
-        require_whole([plan_stream(some, [wanted()], 1000)], [wanted()])
+        require_whole([plan_stream(some, wanted(), 0, 1000)], [wanted()])
 
 
 def test_element_sent_twice_is_named() -> None:
     held = Regions.concat([zero3(1)[0], zero3(1)[0].take(np.array([4]))])
     with pytest.raises(PlanError, match=r"norm \(16 of 8 elements\)"):
-        require_whole([plan_stream(held, [wanted()], 1000)], [wanted()])
+        require_whole([plan_stream(held, wanted(), 0, 1000)], [wanted()])
 
 
 def test_dtypes_have_the_sizes_of_torch() -> None:

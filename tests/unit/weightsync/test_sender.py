@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from weightsync.channels.shm import Ring, RingReader
-from weightsync.plan import Bucket, Buffer, Wanted, plan_stream
+from weightsync.plan import Bucket, Buffer, Wanted, plan_stream, plan_streams
 from weightsync.regions import Regions
 from weightsync.sender import NUM_SLOTS, Sender, digests, piece_of, plain
 
@@ -40,9 +40,9 @@ def unpack(sender: Sender, bucket: Bucket, slot: torch.Tensor) -> dict[str, list
     """The pieces of each buffer in a bucket's bytes."""
     wants = sender.readers[0]
     found: dict[str, list[torch.Tensor]] = {}
-    for k in range(len(bucket.moves)):
+    for k in (k for s in bucket.segments for k in range(s.first, s.last)):
         buffer, count, length = (int(x[k]) for x in (bucket.moves.target, bucket.moves.count, bucket.moves.length))
-        piece = piece_of(slot, wants, buffer, int(bucket.offset[k]), count, length)
+        piece = piece_of(slot, wants, buffer, int(bucket.offset[k]), count * length)
         found.setdefault(wants.buffers[buffer].name, []).append(piece)
     return found
 
@@ -51,15 +51,16 @@ def unpack(sender: Sender, bucket: Bucket, slot: torch.Tensor) -> dict[str, list
 @pytest.mark.parametrize("bucket_bytes", [64, 10_000])
 def test_every_bucket_arrives_bit_for_bit(dtype: str, bucket_bytes: int) -> None:
     live, wants = weights(dtype), wanted(dtype)
-    stream = plan_stream(whole(), [wants], bucket_bytes)
+    stream = plan_stream(whole(), wants, 0, bucket_bytes)
     ring = Ring(stream.max_bytes, NUM_SLOTS)
-    sender, reader = Sender(stream, [wants], ring), RingReader(ring.address)
-    sender.begin([plain(tensor.flatten()) for tensor in live.values()], None)
+    sender, reader = Sender(3, [stream], [wants], ring), RingReader(ring.address)
+    sender.begin([plain(tensor.flatten()) for tensor in live.values()], 0, None)
     found: dict[str, list[torch.Tensor]] = {}
-    for number, bucket in enumerate(sender.stream.buckets):
-        signed = sender.pack(number, number % NUM_SLOTS)
-        slot = reader.receive(number % NUM_SLOTS, bucket.nbytes)
-        assert digests(slot, bucket) == signed and 0 not in signed
+    for number, bucket in stream.buckets.items():
+        item = sender.pack((0, number))
+        assert (item.rank, item.reader, item.number, item.slot) == (3, 0, number, number % NUM_SLOTS)
+        slot = reader.receive(item.slot, bucket)
+        assert digests(slot, bucket) == item.digests and 0 not in item.digests
         for name, pieces in unpack(sender, bucket, slot).items():
             found.setdefault(name, []).extend(piece.flatten().clone() for piece in pieces)
     expected = {"a": live["a"][:, 2:], "b": live["b"], "c": live["c"].bfloat16()}
@@ -78,9 +79,15 @@ class Packed:
     ring: Ring
     live: list[torch.Tensor]
 
-    def pack(self, slot: int = 0, modules: set[str] | None = None) -> tuple[int, ...]:
-        self.sender.begin([plain(tensor) for tensor in self.live], modules)
-        return self.sender.pack(0, slot)
+    @property
+    def bucket(self) -> Bucket:
+        (bucket,) = self.sender.streams[0].buckets.values()
+        return bucket
+
+    def pack(self, modules: set[str] | None = None) -> tuple[int, ...]:
+        """Into slot 0."""
+        self.sender.begin([plain(tensor) for tensor in self.live], 0, modules)
+        return self.sender.pack((0, 0)).digests
 
     def changed(self) -> list[str]:
         return self.sender.changed([plain(tensor) for tensor in self.live])
@@ -89,15 +96,15 @@ class Packed:
 @pytest.fixture
 def packed() -> Iterator[Packed]:
     wants = wanted("float32")
-    stream = plan_stream(whole(), [wants], 10_000)
+    (stream,) = streams = plan_streams(whole(), [wants], 10_000)
     ring = Ring(stream.max_bytes, NUM_SLOTS)
-    yield Packed(Sender(stream, [wants], ring), ring, [t.flatten() for t in weights("float32").values()])
+    yield Packed(Sender(0, streams, [wants], ring), ring, [t.flatten() for t in weights("float32").values()])
     ring.close()
 
 
 @pytest.mark.parametrize("bit", [0, 7])
 def test_flipped_bit_changes_the_digest_of_its_segment_alone(packed: Packed, bit: int) -> None:
-    (bucket,) = packed.sender.stream.buckets
+    bucket = packed.bucket
     signed, slot = packed.pack(), packed.ring.slot(0)
     for nth, segment in enumerate(bucket.segments):
         for place in (segment.begin, segment.end - 1):
@@ -108,17 +115,20 @@ def test_flipped_bit_changes_the_digest_of_its_segment_alone(packed: Packed, bit
 
 
 def test_what_lay_in_a_slot_before_changes_no_digest(packed: Packed) -> None:
-    first = packed.pack(0)
-    packed.ring.slot(1).fill_(255)
-    assert packed.pack(1) == first
+    first = packed.pack()
+    packed.ring.slot(0).fill_(255)
+    assert packed.pack() == first
 
 
 def test_only_the_named_modules_are_sent(packed: Packed) -> None:
     whole_digests = packed.pack()
-    assert packed.pack(1, {"second"}) == whole_digests[1:]
-    (bucket,) = packed.sender.current.buckets
-    assert [segment.module for segment in bucket.segments] == ["second"] and bucket.nbytes == 16
-    pieces = unpack(packed.sender, bucket, packed.ring.slot(1))
+    packed.ring.slot(0).fill_(255)
+    assert packed.pack({"second"}) == whole_digests[1:]
+    (bucket,) = packed.sender.current[0].buckets.values()
+    assert [segment.module for segment in bucket.segments] == ["second"] and bucket.num_sent == 16
+    ((begin, end),) = bucket.ranges
+    assert (packed.ring.slot(0)[:begin] == 255).all() and end == bucket.nbytes
+    pieces = unpack(packed.sender, bucket, packed.ring.slot(0))
     assert torch.equal(pieces["c"][0].flatten(), packed.live[2].bfloat16())
 
 
@@ -128,7 +138,7 @@ def test_modules_with_a_changed_bit_are_found_until_they_are_sent(packed: Packed
     assert packed.changed() == []
     packed.live[1][3] += 1
     assert packed.changed() == ["first"]
-    packed.pack(1, {"first"})
+    packed.pack({"first"})
     assert packed.changed() == []
     packed.live[0][0] += 1  # of the left half, which nobody wants
     assert packed.changed() == []

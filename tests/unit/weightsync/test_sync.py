@@ -14,7 +14,7 @@ from conf.choices import Channel
 from conf.schema import SyncConfig
 from rl.faults import RoleOutOfMemory, SyncError
 from tests.unit.stand_ins import TinyEngine, TinyLm, TinySource, broken, done
-from weightsync.plan import Bucket, Buffer, Item, Link, Seat, Segment, Stream, Wanted, fingerprint, narrowed
+from weightsync.plan import Bucket, Buffer, Item, Link, Seat, Segment, Stream, Turn, Wanted, fingerprint
 from weightsync.regions import Moves, Regions
 from weightsync.sender import NUM_SLOTS
 from weightsync.sync import WeightSync
@@ -53,7 +53,6 @@ def stream(num_buckets: int) -> Stream:
     """Buckets of one module each, of 11 bytes."""
     buckets = [
         Bucket(
-            reader=0,
             moves=Moves.of([(0, 1, 2, 0, 0, 2, 1, 0, 0, 2, 1)]),
             offset=np.zeros(1, np.int64),
             segments=(Segment(module=f"m{k}", first=0, last=1, begin=0, end=11),),
@@ -61,7 +60,7 @@ def stream(num_buckets: int) -> Stream:
         )
         for k in range(num_buckets)
     ]
-    return Stream(buckets=tuple(buckets), bucket_bytes=11)
+    return Stream(reader=0, buckets=dict(enumerate(buckets)))
 
 
 def wanted(num_buckets: int, ranks: int) -> Wanted:
@@ -91,28 +90,38 @@ class Source:
     def plan(self, readers: list[Wanted], sizes: list[int], name: str) -> list[Link]:
         assert len(readers) == len(sizes) == 1 and name
         self.events.append(f"plan for {sizes[0]}")
-        return [Link(rank=rank, stream=stream(self.count), signed="", address=None) for rank in range(self.ranks)]
+        streams = (stream(self.count),)
+        return [Link(rank=rank, streams=streams, signed=("",), address=None) for rank in range(self.ranks)]
 
     def connect(self) -> Future[Any]:
         return self.meets.pop(0) if self.meets else done()
 
-    def changed(self) -> Future[list[list[str]]]:
+    def take(self, version: int) -> Future[Any]:
+        return done()
+
+    def changed(self, version: int) -> Future[list[list[str]]]:
         return self.answers.get("changed", done(self.different))
 
-    def begin_push(self, modules: list[str] | None) -> Future[Any]:
+    def begin_push(self, name: str, version: int, modules: list[str] | None) -> Future[Any]:
         self.events.append("take")
-        self.modules = modules
+        self.packed = 0
         return self.answers.get("take", done())
 
-    def pack(self, numbers: list[int | None], slot: int) -> Future[list[tuple[int, ...]]]:
-        (which,) = {number for number in numbers if number is not None}
-        sent = stream(self.count) if self.modules is None else narrowed(stream(self.count), self.modules)
-        module = sent.buckets[which].segments[0].module
+    def pack(self, turns: list[Turn | None]) -> Future[list[Item | None]]:
+        ((reader, which),) = {turn for turn in turns if turn is not None}
+        module = stream(self.count).buckets[which].segments[0].module
         self.events.append(f"pack {module}")
+        slot, self.packed = self.packed % NUM_SLOTS, self.packed + 1
+        items: list[Item | None] = []
         for rank in range(self.ranks):
             self.slots[rank][slot] = module
-        signed = [(1000 * (rank + 1) + which,) for rank in range(self.ranks)]
-        return self.answers.get(f"pack {module}", done(signed))
+            digest = 1000 * (rank + 1) + which
+            items.append(Item(rank=rank, reader=reader, number=which, slot=slot, digests=(digest,)))
+        return self.answers.get(f"pack {module}", done(items))
+
+    def end_push(self, version: int) -> Future[Any]:
+        self.events.append("end")
+        return self.answers.get("end", done())
 
     def probe(self, row: list[int]) -> Future[list[float]]:
         assert row == ROW
@@ -137,22 +146,21 @@ class Sink:
         assert (shapes, dtype) == ({"w": (2,)}, "float32")
         return self._answer("wanted", lambda: [self.wants])
 
-    def connect(self, seats: list[Seat], links: list[Link]) -> Future[Any]:
+    def connect(self, name: str, seats: list[Seat], links: list[Link]) -> Future[list[set[tuple[int, int]]]]:
         (self.seat,) = seats
-        self.links = links
-        return self._answer("connect")
+        reads = {(link.rank, number) for link in links for number in link.streams[0].buckets}
+        return self._answer("connect", lambda: [reads])
 
     def pause(self) -> Future[Any]:
         self.state = "paused"
         return self._answer("pause")
 
-    def begin_update(self, modules: list[str] | None) -> Future[Any]:
+    def begin_update(self, name: str, version: int, modules: list[str] | None) -> Future[Any]:
         self.held = {}
-        self.streams = [link.stream if modules is None else narrowed(link.stream, modules) for link in self.links]
         return self._answer("begin")
 
     def load(self, items: list[Item]) -> Future[Any]:
-        (which,) = {self.streams[item.rank].buckets[item.number].segments[0].module for item in items}
+        (which,) = {stream(item.number + 1).buckets[item.number].segments[0].module for item in items}
 
         def read() -> None:
             for item in items:
@@ -484,7 +492,7 @@ def make_sync() -> tuple[WeightSync, TinySource, list[TinyEngine]]:
 
 def test_push_real_ring_brings_every_weight_bit_for_bit() -> None:
     sync, source, engines = make_sync()
-    assert len(source.sender.stream.buckets) > 1
+    assert len(source.sender.streams[0].buckets) > 1
     for version in (0, 1):
         with torch.no_grad():
             source.lm.head.add_(0.5)
@@ -499,11 +507,11 @@ def test_byte_flipped_on_the_way_is_sent_again(monkeypatch: pytest.MonkeyPatch) 
     sync.push(0)
     pack, left = source.pack, [1]
 
-    def flip(numbers: list[int | None], slot: int) -> Future[list[tuple[int, ...]]]:
-        signed = pack(numbers, slot)
-        if numbers == [1] and left:
-            source.ring.slot(slot)[13] ^= left.pop()
-        return signed
+    def flip(turns: list[Turn | None]) -> Future[list[Item | None]]:
+        (item,) = items = pack(turns).result()
+        if turns == [(0, 1)] and left and item:
+            source.ring.slot(item.slot)[13] ^= left.pop()
+        return done(items)
 
     monkeypatch.setattr(source, "pack", flip)
     said: list[str] = []

@@ -5,10 +5,10 @@ looks right. Compared with plain transformers in fp32.
 """
 
 import re
-import time
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +16,31 @@ import pytest
 import ray
 import torch
 
-from actors.cluster import Cluster
-from actors.group import RankGroup
+from actors.group import in_thread
 from actors.roles import ActorPolicy, ActorReference
 from conf.choices import Channel
-from conf.schema import ClusterConfig, Config
 from rl.batching import collate
 from rl.faults import SyncError
-from rl.types import Batch, Completion
+from rl.types import Batch
 from rollout.engines import EngineHandle
+from tests.integration.pushes import (
+    BLOCK,
+    LARGEST,
+    LONG,
+    MEAN,
+    PROBE,
+    Around,
+    World,
+    assert_close,
+    assert_holds,
+    config,
+    distance,
+    hf_answer,
+    make_world,
+    random_folders,
+    train,
+    wait_until_sampling,
+)
 from tests.integration.real import (
     as_groups,
     ask,
@@ -36,128 +52,28 @@ from tests.integration.real import (
     is_silent,
     load_hf,
     make_request,
-    random_folder,
     random_ids,
     restart,
-    start_engines,
-    start_ranks,
     started_cluster,
     submit,
 )
-from tests.unit.stand_ins import done, make_cfg
+from tests.unit.stand_ins import broken, done
 from weightsync.channels.shm import RingReader
+from weightsync.plan import Item, Turn
 from weightsync.sender import NUM_SLOTS
 
 pytestmark = [pytest.mark.numerics, pytest.mark.timeout(180)]
 
-LARGEST, MEAN = 1e-4, 1e-5
-BLOCK = 32  # tokens in a block of the prefix cache
-CONTEXT, LONG = 1024, 600
-PROBE = random_ids(99, 16)
-
-
-def config(stage: int = 1, ranks: int = 1, tp: Sequence[int] = (1,), **rollout: Any) -> Config:
-    return make_cfg(
-        trainer={"zero_stage": stage, "lr": 0.05, "grad_clip": 0.0, "num_threads": 1},
-        rollout={"max_model_len": CONTEXT, "kv_cache_bytes": 64 << 20, "num_threads": 1, "tp": list(tp)} | rollout,
-        cluster=ClusterConfig(train_ranks=ranks, rollout_engines=len(tp)),
-    )
-
 
 @pytest.fixture(scope="module")
 def folders(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Random models: tied-0 and untied-0 are what the engines start with; -1 and -2 are pushed."""
-    root = tmp_path_factory.mktemp("weights")
-    names = [(kind, number) for kind in ("tied", "untied") for number in range(3)]
-    return {
-        f"{kind}-{number}": random_folder(tiny_folder, root / f"{kind}-{number}", seed=10 + index, tied=kind == "tied")
-        for index, (kind, number) in enumerate(names)
-    }
-
-
-@dataclass
-class World:
-    """The processes of this module."""
-
-    groups: dict[int, RankGroup]
-    engines: dict[str, list[EngineHandle]]
-    folders: dict[str, Path]
-
-    def policy(self, name: str, stage: int = 1, ranks: int = 1, **rollout: Any) -> ActorPolicy:
-        """A trainer that holds the weights of folder `name`."""
-        return restart(self.groups[ranks], config(stage, ranks, **rollout), self.folders[name])
-
-    def handles(self, kind: str) -> list[EngineHandle]:
-        return self.engines[kind]
+    return random_folders(tiny_folder, tmp_path_factory.mktemp("weights"))
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
+def world(folders: dict[str, Path]) -> Iterator[World]:
     with started_cluster() as cluster:
-        yield cluster
-
-
-@pytest.fixture(scope="module")
-def world(cluster: Cluster, folders: dict[str, Path]) -> World:
-    """Trainers of one and of two ranks; for tied models an engine and one of two tensor-parallel members; an untied."""
-    tied, untied = folders["tied-0"], folders["untied-0"]
-    groups = start_ranks(cluster, [config(ranks=ranks) for ranks in (1, 2)], tied)
-    one, two, three = start_engines(cluster, config(tp=(1, 2, 1)), tied, tied, untied).handles
-    return World(groups, {"tied": [one, two], "untied": [three]}, folders)
-
-
-def assert_close(found: Sequence[float], wanted: torch.Tensor) -> None:
-    gaps = (torch.tensor(found) - wanted).abs()
-    assert gaps.shape == wanted.shape
-    assert float(gaps.max()) <= LARGEST and float(gaps.mean()) <= MEAN, gaps
-
-
-def assert_holds(handles: Sequence[EngineHandle], folder: Path, version: int, temperature: float = 1.0) -> None:
-    """Each engine scores a given row, and records what it samples, as plain transformers with the folder's weights."""
-    lm = load_hf(folder)
-    for number, handle in enumerate(handles):
-        row = random_ids(1000 * version + number, 40)
-        assert_close(ray.get(handle.actor.probe.remote(row), timeout=60), hf_logprobs(lm, row))
-        requests = [make_request(random_ids(k, 3 + 7 * k), seed=k, temperature=temperature) for k in range(8)]
-        for answer in ask(handle, requests):
-            assert answer.versions == [version] * 24
-            assert_close(answer.logprobs, hf_answer(lm, answer, temperature))
-
-
-def hf_answer(lm: Any, answer: Completion, temperature: float = 1.0) -> torch.Tensor:
-    """Log-probabilities of the completion's tokens."""
-    return hf_logprobs(lm, answer.prompt_ids + answer.token_ids, temperature)[len(answer.prompt_ids) - 1 :]
-
-
-def distance(one: Path, other: Path) -> float:
-    """Mean gap between two models' log-probabilities: large when a mistake would show."""
-    row = random_ids(5, 60)
-    return float((hf_logprobs(load_hf(one), row) - hf_logprobs(load_hf(other), row)).abs().mean())
-
-
-def train_batch() -> Batch:
-    """Something to learn that moves the weights far: the log-probabilities are recorded as 0, whatever they are."""
-    answers = [
-        Completion(
-            prompt_ids=random_ids(k, 4),
-            token_ids=random_ids(100 + k, 12),
-            logprobs=[0.0] * 12,
-            finish_reason="length",
-            versions=[0] * 12,
-            ttft_s=0.0,
-            decode_s=0.0,
-        )
-        for k in range(4)
-    ]
-    batch = collate(as_groups(answers))
-    batch.advantages = batch.action_mask * 4.0
-    return batch
-
-
-def train(policy: ActorPolicy) -> None:
-    """Moves the weights by two large steps of SGD."""
-    for number in range(2):
-        policy.update(train_batch(), number, number)
+        yield make_world(cluster, folders)
 
 
 # -- pushes --
@@ -186,10 +102,11 @@ def test_pushes_of_several_buckets_whole_and_of_what_has_changed(
     world: World, tmp_path: Path, channel: Channel
 ) -> None:
     cfg = config(mismatch_limit=1e9)
-    cfg = replace(cfg, sync=replace(cfg.sync, bucket_bytes=1 << 17, channel=channel, delta=True))
+    folder = str(tmp_path / "versions") if channel is Channel.disk else None
+    cfg = replace(cfg, sync=replace(cfg.sync, bucket_bytes=1 << 18, channel=channel, folder=folder, delta=True))
     policy, handles = restart(world.groups[1], cfg, world.folders["tied-1"]), world.handles("tied")
     sync = connect(policy, handles, PROBE)
-    assert max(len(link.stream.buckets) for link in sync.links) > NUM_SLOTS
+    assert max(len(stream.buckets) for link in sync.links for stream in link.streams) > NUM_SLOTS
     assert sync.push(5)["sync/bytes"] == sync.num_bytes
     assert_holds(handles, world.folders["tied-1"], 5)
     assert sync.push(6)["sync/bytes"] == 0
@@ -214,18 +131,6 @@ def test_prefix_cache_does_not_outlive_a_push(world: World) -> None:
                 assert_close(answer.logprobs, hf_answer(lm, answer))
             (sibling,) = ask(handle, [make_request([*shared, 3, 4], seed=version)])
             assert_close(sibling.logprobs, hf_answer(lm, sibling))
-
-
-def wait_until_sampling(handle: EngineHandle, num_requests: int) -> None:
-    """Waits until all requests of the engine have their first token."""
-
-    def started(engine: Any) -> int:
-        return sum(running.first_token > 0 for running in engine._running.values())
-
-    deadline = time.monotonic() + 30
-    while ray.get(handle.actor.__ray_call__.remote(started), timeout=60) < num_requests:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_requests_in_flight_split_at_the_push(world: World) -> None:
@@ -254,16 +159,6 @@ def test_requests_in_flight_split_at_the_push(world: World) -> None:
 
 
 # -- pushes that go wrong --
-
-
-class Around:
-    """A source or an engine that does what `inner` does, but for what a subclass says."""
-
-    def __init__(self, inner: Any):
-        self.inner = inner
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
 
 
 NORM = "model.norm.weight"
@@ -309,7 +204,7 @@ def test_plan_that_arrives_damaged_is_refused(world: World) -> None:
     policy = world.policy("untied-2")
     ray.get([handle.actor.pause.remote() for handle in handles], timeout=60)
     other: Any = Around(policy)
-    other.plan = lambda *args: [replace(link, signed="0" * 16) for link in policy.plan(*args)]
+    other.plan = lambda *args: [replace(link, signed=("0" * 16,)) for link in policy.plan(*args)]
     with pytest.raises(SyncError, match="the plan of policy rank 0 arrived damaged"):
         connect(other, handles, PROBE)
     repaired(handles, policy, world.folders["untied-2"])
@@ -340,13 +235,13 @@ class Flipped(Around):
         (self.link,) = links = self.inner.plan(*args)
         return links
 
-    def pack(self, numbers: list[int | None], slot: int) -> Future[Any]:
-        digests: Future[Any] = Future()
-        digests.set_result(self.inner.pack(numbers, slot).result(timeout=60))
-        if numbers == [self.number] and self.times:
+    def pack(self, turns: list[Turn | None]) -> Future[list[Item | None]]:
+        (item,) = items = self.inner.pack(turns).result(timeout=60)
+        if item.number == self.number and self.times:
             self.times -= 1
-            RingReader(self.link.address).receive(slot, 200)[100] ^= 0x10
-        return digests
+            bucket = self.link.streams[0].buckets[self.number]
+            RingReader(self.link.address).receive(item.slot, bucket)[100] ^= 0x10
+        return done(items)
 
 
 class OtherProbe(Around):
@@ -366,7 +261,7 @@ class OtherProbe(Around):
 def bucketed(world: World, kind: str, number: int) -> ActorPolicy:
     """A policy that pushes several buckets."""
     cfg = config()
-    cfg = replace(cfg, sync=replace(cfg.sync, bucket_bytes=1 << 17))
+    cfg = replace(cfg, sync=replace(cfg.sync, bucket_bytes=1 << 18))
     return restart(world.groups[1], cfg, world.folders[f"{kind}-{number}"])
 
 
@@ -385,7 +280,7 @@ def mended(source: Any, handles: Sequence[Any], folder: Path, why: str) -> None:
 @pytest.mark.parametrize("bucket", [0, 1])
 def test_flipped_bit_is_named_and_sent_again(world: World, kind: str, bucket: int) -> None:
     policy, handles = bucketed(world, kind, 1), world.handles(kind)
-    found = rf"push of version 6, phase load round {bucket}: .*bucket {bucket} of policy rank 0, model\..*: digest"
+    found = rf"push of version 6, phase load round \d+: .*bucket {bucket} of policy rank 0, model\..*: digest"
     mended(Flipped(policy, bucket, times=1), handles, world.folders[f"{kind}-1"], found)
 
 
@@ -407,14 +302,13 @@ def test_missing_bucket_is_named_and_sent_again(world: World, kind: str) -> None
 
 
 class Failing(Around):
-    """A source that cannot pack bucket 1."""
+    """A source that cannot pack a second bucket."""
 
-    def pack(self, numbers: list[int | None], slot: int) -> Future[Any]:
-        if numbers == [0]:
-            return self.inner.pack(numbers, slot)
-        failed: Future[int] = Future()
-        failed.set_exception(RuntimeError("the trainer is gone"))
-        return failed
+    packed = 0
+
+    def pack(self, turns: list[Turn | None]) -> Future[list[Item | None]]:
+        self.packed += 1
+        return self.inner.pack(turns) if self.packed == 1 else broken(RuntimeError("the trainer is gone"))
 
 
 def test_update_left_half_done_is_given_up_by_the_next_push(world: World) -> None:
@@ -429,6 +323,62 @@ def test_engine_with_other_weights_than_the_trainer_gets_them(world: World) -> N
     source = OtherProbe(policy, load_hf(world.folders["tied-2"]))
     why = r"rollout engine \d does not hold the trainer's weights of version 6"
     mended(source, handles, world.folders["tied-1"], why)
+
+
+def test_two_syncs_at_once_are_named_before_weights_change(world: World) -> None:
+    policy, handles = world.policy("untied-1"), world.handles("untied")
+    first = connect(policy, handles, PROBE)
+    first.push(1)
+    second = connect(policy, handles, PROBE)
+    with pytest.raises(SyncError, match="two drivers must not push at once"):
+        first.push(2)
+    second.push(3)
+    assert_holds(handles, world.folders["untied-1"], 3)
+
+
+def test_snapshot_lets_the_trainer_go_on_and_gives_the_version_before_back(world: World, tmp_path: Path) -> None:
+    cfg = config(3, 2, mismatch_limit=1e9)
+    cfg = replace(cfg, sync=replace(cfg.sync, bucket_bytes=1 << 18, snapshot=True, delta=True), max_lag=1)
+    policy, handles = restart(world.groups[2], cfg, world.folders["tied-1"]), world.handles("tied")
+    held = Held(handles[1])
+    sync = connect(policy, [handles[0], held], PROBE)
+    said: list[str] = []
+    sync.say = said.append
+    assert sync.push(0) == {}
+    train(policy)  # while an engine waits for its first bucket
+    held.go.set()
+    assert sync.settle()["sync/num_verified"] == 2, said
+    assert_holds(handles, world.folders["tied-1"], 0)
+    first = export(policy, world.folders["tied-1"], tmp_path / "first")
+    sync.push(1)
+    train(policy)
+    sync.settle()
+    assert_holds(handles, first, 1)
+    second = export(policy, world.folders["tied-1"], tmp_path / "second")
+    assert sync.push(2) == {} and sync.settle()["sync/num_verified"] == 2
+    assert_holds(handles, second, 2)
+    sync.rollback()
+    assert_holds(handles, first, 1)
+    with pytest.raises(SyncError, match="no version before 1 is kept"):
+        sync.rollback()
+    sync.push(3)
+    sync.settle()
+    assert_holds(handles, second, 3)
+
+
+class Held(Around):
+    """An engine that takes no bucket until `go` is set."""
+
+    def __init__(self, inner: Any):
+        super().__init__(inner)
+        self.go = threading.Event()
+
+    def load(self, items: list[Item]) -> Future[Any]:
+        def wait() -> Any:
+            assert self.go.wait(60)
+            return self.inner.load(items).result(60)
+
+        return in_thread(wait)
 
 
 def test_engine_that_is_killed_comes_back_with_the_weights(world: World) -> None:

@@ -1,0 +1,219 @@
+"""Pushes in which something dies or stalls: found in time, mended, and no token is sampled with unknown weights.
+
+Every test has requests under way: what they sampled before the push must be of the version before, what comes after of
+the new one, by plain transformers with the weights of each.
+"""
+
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from actors.roles import ActorPolicy
+from conf.choices import Channel
+from conf.schema import Config
+from rl.faults import SyncError
+from rollout.engine import Request
+from rollout.engines import EngineHandle
+from tests.integration.pushes import (
+    LONG,
+    PROBE,
+    Around,
+    World,
+    assert_close,
+    assert_holds,
+    config,
+    hf_answer,
+    make_world,
+    random_folders,
+    wait_until_sampling,
+)
+from tests.integration.real import (
+    START_S,
+    collect,
+    is_silent,
+    load_hf,
+    make_request,
+    one_thread,
+    random_ids,
+    restart,
+    start_ranks,
+    started_cluster,
+    submit,
+)
+from weightsync.plan import Item, Turn
+from weightsync.sync import WeightSync
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
+
+STALL_S = 10.0  # sync.timeout_s where something stalls
+
+
+@pytest.fixture(scope="module")
+def folders(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return random_folders(tiny_folder, tmp_path_factory.mktemp("weights"))
+
+
+@pytest.fixture(scope="module")
+def world(folders: dict[str, Path]) -> Iterator[World]:
+    with one_thread(), started_cluster() as cluster:
+        yield make_world(cluster, folders)
+
+
+def pushing(channel: Channel, tmp_path: Path, timeout_s: float = 60.0) -> Config:
+    """Two ranks at ZeRO-3 that push several buckets."""
+    cfg = config(3, 2, mismatch_limit=1e9)
+    folder = str(tmp_path / "versions") if channel is Channel.disk else None
+    sync = replace(cfg.sync, channel=channel, folder=folder, bucket_bytes=1 << 17, timeout_s=timeout_s)
+    return replace(cfg, sync=sync)
+
+
+class Struck(Around):
+    """An engine in which `strike` happens once, just as its second bucket is on the way."""
+
+    def __init__(self, inner: EngineHandle, strike: Callable[[EngineHandle], None]):
+        super().__init__(inner)
+        self.strike, self.rounds = strike, 0
+
+    def load(self, items: list[Item]) -> Future[Any]:
+        self.rounds += 1
+        if self.rounds == 2:
+            self.strike(self.inner)
+        return self.inner.load(items)
+
+
+def process_of(engine: Any) -> int:
+    return os.getpid()
+
+
+def workers_of(engine: Any) -> list[int]:
+    """Process ids of an engine's workers, where these are processes of their own."""
+    return [worker.proc.pid for worker in engine._llm.engine_core.engine_core.model_executor.workers]
+
+
+def ask_actor(handle: EngineHandle, function: Callable[[Any], Any]) -> Any:
+    return ray.get(handle.actor.__ray_call__.remote(function), timeout=60)
+
+
+def kill_engine(handle: EngineHandle) -> None:
+    os.kill(ask_actor(handle, process_of), signal.SIGKILL)
+
+
+def kill_worker(handle: EngineHandle) -> None:
+    os.kill(ask_actor(handle, workers_of)[-1], signal.SIGKILL)
+
+
+def stop_engine(handle: EngineHandle) -> None:
+    """Stalls the link: the process lives and answers nothing."""
+    os.kill(ask_actor(handle, process_of), signal.SIGSTOP)
+
+
+def restart_engine(handle: EngineHandle) -> None:
+    """Somebody else starts it again: it has its folder's weights, and knows of no push."""
+    handle.restart().result(timeout=120)
+
+
+def connected(policy: Any, sinks: Sequence[Any], cfg: Config) -> WeightSync:
+    return WeightSync(policy, sinks, PROBE, cfg.probe_bound, cfg.sync, START_S)
+
+
+def under_way(handles: Sequence[EngineHandle], seed: int) -> dict[str, list[Request]]:
+    """Long requests of each engine that have begun."""
+    sent = {
+        handle.name: [make_request(random_ids(seed + k, 20), max_tokens=LONG, seed=k) for k in range(3)]
+        for handle in handles
+    }
+    for handle in handles:
+        submit(handle, sent[handle.name])
+        wait_until_sampling(handle, 3)
+    return sent
+
+
+def assert_versions(
+    handle: EngineHandle, requests: Sequence[Request], old: tuple[int, Path], new: tuple[int, Path]
+) -> int:
+    """Each answer's tokens are of the old version, then of the new one; how many answers there are."""
+    before, after = load_hf(old[1]), load_hf(new[1])
+    answers = [outcome.completion for outcome in collect(handle, requests) if outcome.completion is not None]
+    for answer in answers:
+        cut = answer.versions.count(old[0])
+        assert answer.versions == [old[0]] * cut + [new[0]] * (len(answer.versions) - cut)
+        assert 0 < cut < LONG
+        assert_close(answer.logprobs[:cut], hf_answer(before, answer)[:cut])
+        assert_close(answer.logprobs[cut:], hf_answer(after, answer)[cut:])
+    return len(answers)
+
+
+@pytest.mark.parametrize("channel", list(Channel))
+@pytest.mark.parametrize(
+    ("strike", "engine"), [(kill_engine, 0), (kill_worker, 1), (stop_engine, 0), (restart_engine, 0)]
+)
+def test_sync_mends_an_engine_that_is_struck_in_a_push_and_the_other_goes_on(
+    world: World, tmp_path: Path, channel: Channel, strike: Callable[[EngineHandle], None], engine: int
+) -> None:
+    """Engine 0 has one process, engine 1 two workers."""
+    handles = world.handles("tied")
+    timeout_s = STALL_S if strike is stop_engine else 60.0
+    cfg = pushing(channel, tmp_path, timeout_s)
+    policy = restart(world.groups[2], cfg, world.folders["tied-1"])
+    connected(policy, handles, cfg).push(1)
+    policy = restart(world.groups[2], cfg, world.folders["tied-2"])
+    sinks: list[Any] = list(handles)
+    sinks[engine] = Struck(handles[engine], strike)
+    sync = connected(policy, sinks, cfg)
+    said: list[str] = []
+    sync.say = said.append
+    sent = under_way(handles, seed=3)
+    metrics = sync.push(2)
+    assert (metrics["sync/num_verified"], metrics["sync/num_lost"]) == (2, 0), said
+    assert metrics["sync/num_restarted"] == (0 if strike is restart_engine else 1), said
+    assert re.search(f"push of version 2, phase load round 1: {handles[engine].name} ", "\n".join(said)), said
+    other = handles[1 - engine]
+    assert assert_versions(other, sent[other.name], (1, world.folders["tied-1"]), (2, world.folders["tied-2"])) == len(
+        sent[other.name]
+    )
+    assert_holds(handles, world.folders["tied-2"], 2)
+
+
+class Killing(Around):
+    """A source of which a rank is killed once the second round has begun."""
+
+    def __init__(self, inner: ActorPolicy):
+        super().__init__(inner)
+        self.rounds = 0
+
+    def pack(self, turns: list[Turn | None]) -> Future[list[Item | None]]:
+        self.rounds += 1
+        if self.rounds == 2:
+            ray.kill(self.inner.group.actors[1])
+        return self.inner.pack(turns)
+
+
+@pytest.mark.parametrize("channel", list(Channel))
+def test_sync_names_a_rank_that_is_killed_in_a_push_and_engines_stay_silent(
+    world: World, tmp_path: Path, channel: Channel
+) -> None:
+    handles = world.handles("tied")
+    cfg = pushing(channel, tmp_path, STALL_S)
+    connected(restart(world.groups[2], cfg, world.folders["tied-1"]), handles, cfg).push(1)
+    (group,) = start_ranks(next(iter(world.groups.values())).cluster, [cfg], world.folders["tied-2"]).values()
+    sent = under_way(handles, seed=5)
+    sync = connected(Killing(ActorPolicy(cfg, group)), handles, cfg)
+    with pytest.raises(SyncError, match=r"push of version 2, phase pack round 1: .*policy rank 1"):
+        sync.push(2)
+    group.stop()
+    for handle in handles:
+        assert is_silent(handle, [])
+    policy = restart(world.groups[2], cfg, world.folders["tied-2"])
+    connected(policy, handles, cfg).push(3)
+    for handle in handles:
+        versions = (1, world.folders["tied-1"]), (3, world.folders["tied-2"])
+        assert assert_versions(handle, sent[handle.name], *versions) == len(sent[handle.name])
+    assert_holds(handles, world.folders["tied-2"], 3)

@@ -1,0 +1,280 @@
+"""A Hugging Face folder for each version, on a file system that ranks and engines share.
+
+The ranks write what each of them holds straight to its place in the safetensors files, and every worker reads what it
+wants of it. A version's folder gets its name once every engine that is left has it, so others may take it from there:
+`version-000012` with the model's index, and with its configuration and tokenizer. In a push of what has changed it
+holds only tensors of which an engine's module has changed; `sync.json` says so.
+"""
+
+import fcntl
+import json
+import math
+import os
+import shutil
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rl.faults import SyncError
+from weightsync.plan import ITEM_BYTES, Bucket, Buffer, Wanted, aligned
+from weightsync.regions import Regions
+
+FILE_BYTES = 5 << 30  # tensors of at most so many bytes in a file, unless one alone is larger
+KEPT = 2  # versions, and all since the last whole one
+HEADER_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FolderAddress:
+    """Where versions are written, and which tensors they have: number -> (buffer of the folder's Wanted, shape)."""
+
+    root: str
+    name: str  # of the connection
+    slot_bytes: int
+    buffers: tuple[Buffer, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+    def aside(self, version: int) -> Path:
+        """Where a version is written until it is whole."""
+        return Path(self.root) / f".writing-{version:06d}-{self.name}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class File:
+    """A safetensors file: its header, and the offset of each tensor in it, by number."""
+
+    name: str
+    header: bytes
+    offsets: dict[int, int]
+
+
+def folder_wanted(shapes: Mapping[str, tuple[int, ...]], dtype: str, workers: Sequence[Wanted]) -> Wanted:
+    """A whole folder as a reader: each tensor in one piece.
+
+    A buffer's `module` is the first of the tensors that an engine can only take together with it: those that meet in
+    a module of any of the `workers`. `dtype` is that of tensors which the workers want in several.
+    """
+    names = tuple(shapes)
+    group = list(range(len(names)))
+
+    def root(k: int) -> int:
+        while group[k] != k:
+            group[k] = k = group[group[k]]
+        return k
+
+    dtypes: list[set[str]] = [set() for _ in names]
+    for wanted in workers:
+        first: dict[int, int] = {}
+        modules = wanted.module_of(wanted.regions.buffer).tolist()
+        for tensor, module, buffer in zip(
+            wanted.regions.tensor.tolist(), modules, wanted.regions.buffer.tolist(), strict=True
+        ):
+            a, b = root(first.setdefault(module, tensor)), root(tensor)
+            group[max(a, b)] = min(a, b)
+            dtypes[tensor].add(wanted.buffers[buffer].dtype)
+    sizes = [math.prod(shape) for shape in shapes.values()]
+    return Wanted(
+        names=names,
+        regions=Regions.of([(k, 0, 1, size, size, k, 0, size, 1) for k, size in enumerate(sizes)]),
+        buffers=tuple(
+            Buffer(module=names[root(k)], name=name, dtype=next(iter(kinds)) if len(kinds) == 1 else dtype)
+            for k, (name, kinds) in enumerate(zip(names, dtypes, strict=True))
+        ),
+    )
+
+
+def files_of(address: FolderAddress, modules: Collection[str] | None) -> list[File]:
+    """The files of a version with these modules' tensors (None: all), in order."""
+    chosen = None if modules is None else set(modules)
+    groups: list[list[int]] = []
+    used = FILE_BYTES
+    for number, buffer in enumerate(address.buffers):
+        size = math.prod(address.shapes[number]) * ITEM_BYTES[buffer.dtype]
+        if chosen is None or buffer.module in chosen:
+            if used + size > FILE_BYTES:
+                groups.append([])
+                used = 0
+            groups[-1].append(number)
+            used += size
+    files = []
+    for index, numbers in enumerate(groups):
+        described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        offsets, end = {}, 0
+        for number in numbers:
+            buffer, shape = address.buffers[number], address.shapes[number]
+            offsets[number] = end
+            end += math.prod(shape) * ITEM_BYTES[buffer.dtype]
+            described[buffer.name] = {
+                "dtype": HEADER_DTYPES[buffer.dtype],
+                "shape": list(shape),
+                "data_offsets": [offsets[number], end],
+            }
+        text = json.dumps(described).encode()
+        text += b" " * (-len(text) % 8)
+        header = len(text).to_bytes(8, "little") + text
+        name = f"model-{index + 1:05d}-of-{len(groups):05d}.safetensors"
+        files.append(File(name=name, header=header, offsets={n: len(header) + at for n, at in offsets.items()}))
+    return files
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """Bytes [begin, end) of a bucket, and where they lie in a file."""
+
+    file: str
+    offset: int
+    begin: int
+    end: int
+
+
+def spans_of(address: FolderAddress, files: Sequence[File], bucket: Bucket) -> list[Span]:
+    """Where what is sent of a bucket lies."""
+    place = {number: (file.name, at) for file in files for number, at in file.offsets.items()}
+    m, found = bucket.moves, []
+    for k in (k for s in bucket.segments for k in range(s.first, s.last)):
+        number, length, row, at = int(m.target[k]), int(m.length[k]), int(m.target_row[k]), int(m.target_at[k])
+        assert int(m.target_col[k]) == 1 or length == 1  # a folder's tensors are contiguous
+        item = ITEM_BYTES[address.buffers[number].dtype]
+        file, base = place[number]
+        begin, count, size = int(bucket.offset[k]), int(m.count[k]), length * item
+        if row == length:
+            count, size = 1, count * size
+        found += [
+            Span(file=file, offset=base + (at + i * row) * item, begin=begin + i * size, end=begin + (i + 1) * size)
+            for i in range(count)
+        ]
+    return found
+
+
+class FolderWriter:
+    """A rank's side. Rank 0 also writes headers, and names the folder in the end.
+
+    `beside`: files of the model that a version's folder has too. Raises SyncError when another run writes there.
+    """
+
+    def __init__(self, address: FolderAddress, rank: int, num_slots: int, beside: Sequence[Path]):
+        self.address, self._rank, self._beside = address, rank, beside
+        self._slots = [torch.zeros(address.slot_bytes, dtype=torch.uint8) for _ in range(num_slots)]
+        Path(address.root).mkdir(parents=True, exist_ok=True)
+        self._lock = -1
+        if rank == 0:
+            self._lock = lock(Path(address.root))
+            for left in Path(address.root).glob(".writing-*"):  # by a run that was killed, or over another connection
+                shutil.rmtree(left)
+
+    def connect(self) -> None:
+        """As weightsync.channels.channel.Outlet: the workers open the files by themselves."""
+
+    def begin(self, version: int, modules: Collection[str] | None) -> None:
+        """As weightsync.channels.channel.Outlet."""
+        self._aside, self._files = self.address.aside(version), files_of(self.address, modules)
+        self._whole = modules is None
+        self._aside.mkdir(exist_ok=True)
+        if self._rank == 0:
+            for file in self._files:
+                self._write(file.name, [(0, file.header)])
+
+    def slot(self, index: int) -> torch.Tensor:
+        """As weightsync.channels.channel.Outlet."""
+        return self._slots[index]
+
+    def send(self, index: int, reader: int, bucket: Bucket) -> None:
+        """Writes a bucket to its places, through to the disk."""
+        data: Any = self._slots[index].numpy()
+        parts: dict[str, list[tuple[int, Any]]] = {}
+        for span in spans_of(self.address, self._files, bucket):
+            parts.setdefault(span.file, []).append((span.offset, data[span.begin : span.end]))
+        for name, found in parts.items():
+            self._write(name, found)
+
+    def _write(self, name: str, parts: Sequence[tuple[int, Any]]) -> None:
+        path = self._aside / name
+        file = os.open(path, os.O_CREAT | os.O_WRONLY, 0o644)
+        try:
+            for offset, data in parts:
+                view = memoryview(data).cast("B")
+                while view:  # a write may do only a part
+                    done = os.pwrite(file, view, offset)
+                    view, offset = view[done:], offset + done
+            os.fdatasync(file)  # another host sees a file as it was when it was closed
+        except OSError as error:
+            raise OSError(error.errno, f"{error.strerror} (sync.folder)", str(path)) from error
+        finally:
+            os.close(file)
+
+    def end(self, version: int) -> None:
+        """Gives the folder its name (rank 0), and removes versions that nobody needs any more."""
+        if self._rank > 0:
+            return
+        root, final = Path(self.address.root), Path(self.address.root) / f"version-{version:06d}"
+        for path in self._beside:
+            shutil.copyfile(path, self._aside / path.name)
+        buffers = self.address.buffers
+        where = {buffers[number].name: file.name for file in self._files for number in file.offsets}
+        sizes = {n: math.prod(s) * ITEM_BYTES[buffers[n].dtype] for n, s in enumerate(self.address.shapes)}
+        total = sum(sizes[number] for file in self._files for number in file.offsets)
+        index = {"metadata": {"total_size": total}, "weight_map": where}
+        (self._aside / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+        (self._aside / "sync.json").write_text(json.dumps({"version": version, "whole": self._whole}))
+        if final.exists():  # of a push that not all engines could read
+            shutil.rmtree(final)
+        self._aside.rename(final)
+        named = sorted(path for path in root.glob("version-*"))
+        whole = [k for k, path in enumerate(named) if json.loads((path / "sync.json").read_text())["whole"]]
+        for path in named[: min([len(named) - KEPT, *whole[-1:]]) if len(named) > KEPT else 0]:
+            shutil.rmtree(path)
+
+    def close(self) -> None:
+        """Lets others write to the folder."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def lock(root: Path) -> int:
+    """Keeps others from pushing into a folder until the file that it gives is closed, or its process ends."""
+    file = os.open(root / ".lock", os.O_CREAT | os.O_RDWR, 0o644)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(file)
+        raise SyncError(f"sync.folder={root}: another run pushes into this folder; give each run its own") from None
+    return file
+
+
+class FolderReader:
+    """A worker's side."""
+
+    def __init__(self, address: FolderAddress):
+        self._address = address
+
+    def begin(self, version: int, modules: Collection[str] | None) -> None:
+        """As weightsync.channels.channel.Inlet."""
+        self._aside, self._files = self._address.aside(version), files_of(self._address, modules)
+
+    def receive(self, slot: int, bucket: Bucket, memory: torch.Tensor) -> torch.Tensor:
+        """The bytes of a bucket, gathered from the files."""
+        data: Any = memory.numpy()
+        opened: dict[str, int] = {}
+        try:
+            for span in spans_of(self._address, self._files, bucket):
+                if span.file not in opened:
+                    opened[span.file] = os.open(self._aside / span.file, os.O_RDONLY)
+                view, offset = memoryview(data[span.begin : span.end]), span.offset
+                while view:
+                    done = os.preadv(opened[span.file], [view], offset)
+                    if not done:
+                        raise OSError(f"{self._aside / span.file} ends before byte {offset} (sync.folder)")
+                    view, offset = view[done:], offset + done
+        finally:
+            for file in opened.values():
+                os.close(file)
+        # What aligns the pieces is in no file, but counts in the digests.
+        for k in (k for s in bucket.segments for k in range(s.first, s.last)):
+            item = ITEM_BYTES[self._address.buffers[int(bucket.moves.target[k])].dtype]
+            end = int(bucket.offset[k]) + int(bucket.moves.num_elements[k]) * item
+            memory[end : aligned(end)].zero_()
+        return memory
