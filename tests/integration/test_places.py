@@ -46,10 +46,10 @@ def test_wants_of_workers_without_processes_equal_those_of_running_engines(
     folder, bare = model_folder(name, 0, tmp_path / "whole"), tmp_path / "bare"
     bare.mkdir()
     copy(folder / "config.json", bare)
-    cfg = config_of(layouts()[0], folder, MODELS[name][2], Channel.shm)
+    cfg = config_of(layouts()[0], folder, MODELS[name][2], Channel.shm, tmp_path)
     cfgs = [replace(cfg, rollout=replace(cfg.rollout, dtype=dtype))]
     if name == "experts":
-        one = config_of(layouts()[0], folder, [(2, 1)], Channel.shm)
+        one = config_of(layouts()[0], folder, [(2, 1)], Channel.shm, tmp_path)
         cfgs.append(replace(one, rollout=replace(one.rollout, dtype=dtype, ep=True)))
     shapes = trained_model(str(bare), layouts()[0], LoraConfig()).shapes
     for cfg in cfgs:
@@ -97,7 +97,7 @@ def test_recording_layers_that_are_alike_once_equals_recording_all(
     if ep and "Moe" not in kind:
         pytest.skip("it has no experts")
     folder = config_folder(kind, tmp_path / "model", **sizes)
-    cfg = config_of(layouts()[0], folder, [(tp, pp)], Channel.shm)
+    cfg = config_of(layouts()[0], folder, [(tp, pp)], Channel.shm, tmp_path)
     cfg = replace(cfg, rollout=replace(cfg.rollout, ep=ep))
     settings = engine_config(cfg, 0, str(folder))
     shapes = trained_model(str(folder), layouts()[0], LoraConfig()).shapes

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.weightsync.test_plan import NAMES, wanted, zero3
-from weightsync.offline import RankPlan, Tally, distinct, join_readers, plan_rank
+from weightsync.offline import RankPlan, Tally, distinct, join_readers, plan_rank, streams_of
 from weightsync.plan import PlanError, plan_streams
 from weightsync.regions import Moves, Regions
 from weightsync.saved_plan import HEADER, load_plan, rank_file, save_plan
@@ -74,7 +74,7 @@ def saved(folder: Path, ranks: int = 2, parts: int = 2) -> list[tuple[Regions, R
 
 
 def loaded(folder: Path, rank: int, ranks: int = 2, parts: int = 2, **changes: Any) -> RankPlan:
-    arguments = {
+    arguments: dict[str, Any] = {
         "num_ranks": ranks,
         "held": zero3(ranks)[rank],
         "readers": join_readers([wanted(part, parts) for part in range(parts)]),
