@@ -4,16 +4,18 @@ ZeRO-3 leaves each rank a part of every flat parameter, tensor and expert parall
 data-parallel ranks hold the same, and share the sending.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from actors.engine import Engine, Slice
 from actors.lora import adapter_names
+from actors.pieces import Piece
 from actors.weights import Part, full_shapes, gathered, parts_of
-from weightsync.regions import Regions, cut, share, view_region
+from weightsync import held
+from weightsync.held import Parameter, Share
+from weightsync.regions import Regions
 from weightsync.sender import Read, plain
 
 
@@ -22,57 +24,44 @@ def held_regions(engine: Engine, world: int) -> Regions:
 
     Collective. No two ranks' regions overlap, and together they are everything.
     """
+    return held.held_regions(parameters_of(engine), shares_of(engine, world))
+
+
+def parameters_of(engine: Engine) -> list[Parameter]:
+    """Each of `parts_of`, with the numbers of its tensors in `full_shapes`. Not collective."""
     numbers = {name: k for k, name in enumerate(full_shapes(engine))}
-    by_slice: dict[int, list[Regions]] = {}
-    slices: dict[int, Slice | None] = {}
-    for buffer, part in enumerate(parts_of(engine)):
-        known = [piece for piece in part.pieces if piece.name in numbers]  # adapters are in no folder
-        rows = [row for piece in known for row in piece_rows(part, numbers[piece.name], piece.index, buffer)]
-        regions = Regions.of(rows)
+    return [described(part.name, part.shape, part.pieces, numbers) for part in parts_of(engine)]
+
+
+def described(name: str, shape: tuple[int, ...], pieces: Sequence[Piece], numbers: Mapping[str, int]) -> Parameter:
+    """A parameter as weightsync.held has it. Tensors without a number are in no folder: adapters."""
+    known = tuple((numbers[piece.name], piece.index) for piece in pieces if piece.name in numbers)
+    return Parameter(name=name, shape=shape, pieces=known)
+
+
+def shares_of(engine: Engine, world: int) -> list[Share]:
+    """What this rank has of each of `parts_of`. Collective."""
+    parts = parts_of(engine)
+    replicas: dict[int, tuple[int, int]] = {}
+    if engine.zero_stage < 3:
+        for part in parts:
+            key = 0 if part.slice is None else id(part.slice.group)
+            if key not in replicas:
+                replicas[key] = replica(part.slice, world)
+    found = []
+    for part in parts:
+        cut: dict[str, int] = {}
+        if part.slice is not None:
+            rank = torch.distributed.get_rank(part.slice.group)
+            cut = {"dim": part.slice.dim, "part": rank, "parts": part.slice.size}
         if engine.zero_stage == 3:
-            regions = own_partition(regions, part.parameter)
-        key = 0 if part.slice is None else id(part.slice.group)
-        by_slice.setdefault(key, []).append(regions)
-        slices[key] = part.slice
-    if engine.zero_stage == 3:
-        return Regions.concat([regions for found in by_slice.values() for regions in found])
-    shared = []
-    for key in sorted(by_slice, key=lambda key: key != 0):
-        index, shares = replica(slices[key], world)
-        shared.append(share(Regions.concat(by_slice[key]), index, shares))
-    return Regions.concat(shared)
-
-
-def piece_rows(part: Part, tensor: int, index: Sequence[int | slice], buffer: int) -> list[tuple[int, ...]]:
-    """Rows for Regions.of: one tensor of the folder in this rank's parameter, none when it lies in another's slice."""
-    whole = torch.empty(part.shape, device="meta")
-    local, first = list(part.shape), 0
-    if part.slice is not None:
-        local[part.slice.dim] //= part.slice.size
-        first = torch.distributed.get_rank(part.slice.group) * local[part.slice.dim]
-    mine = torch.empty(local, device="meta")
-    if not index:
-        ours = whole if part.slice is None else whole.narrow(part.slice.dim, first, local[part.slice.dim])
-    else:
-        ours = torch.empty_like(whole[tuple(index)])
-        if part.slice is not None:  # experts, along the first dimension
-            assert part.slice.dim == 0 and isinstance(index[0], int)
-            if not first <= index[0] < first + local[0]:
-                return []
-            index = (index[0] - first, *index[1:])
-        mine = mine[tuple(index)]
-    return view_region(tensor, buffer, ours, mine)
-
-
-def own_partition(regions: Regions, parameter: torch.nn.Parameter) -> Regions:
-    """Of a parameter's regions those in this rank's partition at ZeRO-3, with places in that."""
-    size = int(parameter.ds_tensor.ds_numel)  # type: ignore[attr-defined]
-    low = size * int(parameter.ds_zero_partition_rank)  # type: ignore[attr-defined]
-    if (regions.count > 1).any():
-        raise ValueError("a partition of a parameter in which a tensor does not lie in one piece")
-    begin, end = regions.start + low - regions.at, regions.start + low + size - regions.at
-    parts = cut(regions, np.maximum(begin, regions.start), np.minimum(end, regions.start + regions.length))
-    return Regions(**{**vars(parts), "at": parts.at - low})
+            parameter = part.parameter
+            cut |= {"numel": int(parameter.ds_tensor.ds_numel), "partition": int(parameter.ds_zero_partition_rank)}
+        else:
+            number, count = replicas[0 if part.slice is None else id(part.slice.group)]
+            cut |= {"replica": number, "replicas": count}
+        found.append(Share(**cut))
+    return found
 
 
 def replica(cut_by: Slice | None, world: int) -> tuple[int, int]:
@@ -135,8 +124,8 @@ def local_flat(engine: Engine, part: Part) -> tuple[torch.Tensor, int]:
     """What this rank holds of a parameter, flat, and the first element of that."""
     if engine.zero_stage < 3:
         return part.parameter.data.flatten(), 0
-    held = part.parameter.ds_tensor
-    return held.data.flatten(), int(held.ds_numel) * int(part.parameter.ds_zero_partition_rank)
+    own = part.parameter.ds_tensor
+    return own.data.flatten(), int(own.ds_numel) * int(part.parameter.ds_zero_partition_rank)
 
 
 def with_adapter(flat: torch.Tensor, low: int, a: torch.Tensor, b: torch.Tensor, scale: float) -> Read:

@@ -488,6 +488,9 @@ class RolloutConfig:
     dtype: Dtype = option(Dtype.float32, "dtype of the engine's weights and activations")
     tp: list[int] = option([1], "tensor-parallel size: one number for all engines, or one for each")
     pp: list[int] = option([1], "pipeline stages: one number for all engines, or one for each")
+    ep: bool = option(
+        False, "expert parallel: an engine's tensor-parallel members have whole experts each, not a slice of every one"
+    )
     max_num_seqs: int = option(128, "sequences an engine decodes at once")
     kv_cache_bytes: int = option(512 << 20, "key/value cache of an engine on the CPU, bytes")
     gpu_memory_utilization: float = option(0.5, "share of a GPU's memory an engine may take")
@@ -514,6 +517,11 @@ class RolloutConfig:
                 bool(sizes) and all(size >= 1 for size in sizes),
                 f"rollout.{key}={list(sizes)}: must be a list of sizes >= 1, like [1] or [1,2]",
             )
+        require(
+            not self.ep or max(self.tp) > 1,
+            f"rollout.ep=true with rollout.tp={list(self.tp)}: nobody is there to share the experts with; use a size "
+            "above 1",
+        )
         require_range("rollout.", "max_num_seqs", self.max_num_seqs, 1)
         require_range("rollout.", "kv_cache_bytes", self.kv_cache_bytes, 1 << 20)
         require_range("rollout.", "gpu_memory_utilization", self.gpu_memory_utilization, 0, 1, open_low=True)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from conf.errors import ConfigError
 from conf.schema import Config
 from rl.types import Completion, Sampling
 from weightsync.plan import Item, Link, Seat, Wanted
@@ -342,10 +343,19 @@ def set_unless_done(future: "asyncio.Future[Any]", result: Any, error: Exception
 def build_engine(cfg: Config, index: int, device: str, model_path: str, num_threads: int) -> Any:
     """A vLLM engine with every setting that could change what is sampled given explicitly."""
     import torch
-    from vllm import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
     torch.set_num_threads(num_threads)
+    llm = LLMEngine.from_engine_args(engine_args(cfg, index, device, model_path))
+    if cfg.engine_pp(index) > 1:
+        llm.collective_rpc("make_room_between_stages")
+    return llm
+
+
+def engine_args(cfg: Config, index: int, device: str, model_path: str) -> Any:
+    """vLLM's arguments of engine number `index`."""
+    from vllm import EngineArgs
+
     rollout = cfg.rollout
     memory: dict[str, Any] = {"gpu_memory_utilization": rollout.gpu_memory_utilization}
     if device == "cpu":
@@ -353,7 +363,7 @@ def build_engine(cfg: Config, index: int, device: str, model_path: str, num_thre
         memory = {"kv_cache_memory_bytes": rollout.kv_cache_bytes, "block_size": 32}
     elif cfg.cluster.sleep:
         memory["enable_sleep_mode"] = True
-    args = EngineArgs(
+    return EngineArgs(
         model=model_path,
         skip_tokenizer_init=True,
         dtype=rollout.dtype.value,
@@ -365,6 +375,7 @@ def build_engine(cfg: Config, index: int, device: str, model_path: str, num_thre
         enable_prefix_caching=rollout.prefix_caching,
         tensor_parallel_size=cfg.engine_tp(index),
         pipeline_parallel_size=cfg.engine_pp(index),
+        enable_expert_parallel=rollout.ep and cfg.engine_tp(index) > 1,
         distributed_executor_backend="mp"
         if cfg.engine_workers(index) > 1
         else None,  # not Ray, though this is an actor
@@ -375,10 +386,21 @@ def build_engine(cfg: Config, index: int, device: str, model_path: str, num_thre
         disable_log_stats=True,
         **memory,
     )
-    llm = LLMEngine.from_engine_args(args)
-    if cfg.engine_pp(index) > 1:
-        llm.collective_rpc("make_room_between_stages")
-    return llm
+
+
+def engine_config(cfg: Config, index: int, model_path: str) -> Any:
+    """vLLM's whole configuration of engine number `index`, as on a CPU; starts nothing.
+
+    Raises ConfigError when vLLM does not take the folder for a model that generates.
+    """
+    found = engine_args(cfg, index, "cpu", model_path).create_engine_config()
+    if found.model_config.runner_type != "generate":
+        raise ConfigError(
+            f"model.path={model_path}: vLLM takes it for a {found.model_config.runner_type} model of architecture "
+            f"{', '.join(found.model_config.architectures)}; name one that generates in config.json, like "
+            '"architectures": ["Qwen3ForCausalLM"]'
+        )
+    return found
 
 
 def sampling_params(sampling: Sampling) -> Any:

@@ -4,14 +4,13 @@ transformers builds the model that config.json describes, without memory for its
 that model's, tensor by tensor. So a missing tensor is never made up, and sizes that do not fit are found here.
 """
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
 
-from actors.compiled import machine_folder
+from actors.layout_plan import built
 from actors.pieces import pieces_of
 from conf.choices import Layout
 from conf.errors import ConfigError
@@ -111,22 +110,15 @@ def has_matrix_cuts(model_type: str) -> bool:
 
 def built_shapes(where: str, path: str) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every tensor that the folder's model must have. Raises ConfigError when it cannot be built."""
-    # Building imports torch's compiler, which makes its folder at once: not among temporary files, where it would stay.
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(machine_folder() / "inductor"))
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
-        with torch.device("meta"):
-            lm = AutoModelForCausalLM.from_config(config)
+        lm = built(path)
     except Exception as error:  # whatever odd values make the many model classes raise
         told = f"{type(error).__name__}: {error}".splitlines()[0]
         raise ConfigError(f"{where}: config.json describes no model that can be built: {told}") from error
     parts = [
         piece
         for name, parameter in lm.named_parameters()
-        for piece in pieces_of(name, tuple(parameter.shape), str(config.model_type))
+        for piece in pieces_of(name, tuple(parameter.shape), str(lm.config.model_type))
     ]
     return {piece.name: piece.shape for piece in parts}
 

@@ -132,10 +132,30 @@ def require_engine_sizes(rollout: RolloutConfig, model: Mapping[str, Any]) -> No
             raise ConfigError(
                 f"rollout.tp={list(rollout.tp)}: {size} does not divide the vocabulary, which vLLM pads to {padded}"
             )
+    experts: Any = next((model[key] for key in EXPERT_KEYS if model.get(key)), None)
+    if rollout.ep and experts is None:
+        raise ConfigError(
+            f"rollout.ep=true: a {model.get('model_type')} has no experts (config.json has none of "
+            f"{', '.join(EXPERT_KEYS)}); use rollout.ep=false"
+        )
+    if rollout.ep and max(rollout.tp) > experts:
+        raise ConfigError(
+            f"rollout.ep=true with rollout.tp={list(rollout.tp)}: more members than the model's {experts} experts; "
+            "use a smaller size"
+        )
     layers = model.get("num_hidden_layers")
     for size in rollout.pp:
         if layers is not None and size > layers:
             raise ConfigError(f"rollout.pp={list(rollout.pp)}: {size} stages, but the model has {layers} layers")
+
+
+def require_engine_device(rollout: RolloutConfig, device: str) -> None:
+    """Raises ConfigError for what vLLM cannot run on this device."""
+    if rollout.ep and device == "cpu":
+        raise ConfigError(
+            "rollout.ep=true on a CPU: vLLM's kernel for experts there knows nothing of experts that are elsewhere, "
+            "and its process dies in the first forward; use rollout.ep=false, or GPUs (cluster.device=cuda)"
+        )
 
 
 def require_described(folder: Path, model: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -22,17 +22,18 @@ from rl.run_folder import resolve_run_dir, write_json
 def run(cfg: Config) -> int:
     """The script."""
     from actors.checkpoint import export_hf
-    from actors.cluster import Cluster
+    from actors.cluster import Cluster, detect_device
     from actors.resume import as_checkpoint
     from rollout.engines import EngineGroup
     from rollout.evaluate import evaluate
     from rollout.pool import RolloutPool
-    from rollout.preflight import prepare
+    from rollout.preflight import prepare, require_engine_device
     from rollout.rewards import RewardPool
 
     cfg = dataclasses.replace(cfg, evaluation=dataclasses.replace(cfg.evaluation, every=1))
     checkpoint = as_checkpoint(Path(cfg.resume)) if cfg.resume not in ("auto", "never") else None
     prepared = prepare(cfg)
+    require_engine_device(cfg.rollout, detect_device(cfg.cluster))
     run_dir = resolve_run_dir(f"{cfg.name}-eval", cfg.run_dir, "never")
     with ExitStack() as stack:
         cluster = Cluster(cfg.cluster)

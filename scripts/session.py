@@ -39,7 +39,15 @@ from rl.types import Group, RunState
 from rollout.engines import EngineGroup
 from rollout.evaluate import evaluate
 from rollout.pool import RolloutPool
-from rollout.preflight import Prepared, prepare, require_channel, require_compilers, require_disk, require_memory
+from rollout.preflight import (
+    Prepared,
+    prepare,
+    require_channel,
+    require_compilers,
+    require_disk,
+    require_engine_device,
+    require_memory,
+)
 from rollout.rewards import RewardPool
 from rollout.turns import Turns
 from scripts.sft import warm_start
@@ -69,6 +77,7 @@ def train(cfg: Config) -> int:
     require_memory(cfg, prepared.shapes, prepared.model, detect_device(cfg.cluster))
     require_compilers(cfg, detect_device(cfg.cluster))
     require_channel(cfg, detect_device(cfg.cluster))
+    require_engine_device(cfg.rollout, detect_device(cfg.cluster))
     start = resolve_start(cfg, config, prepared.shapes)
     state = RunState(**start.manifest.get("run_state", {}))
     console = Console()

@@ -199,18 +199,18 @@ def share(regions: Regions, index: int, shares: int) -> Regions:
 
 def intersect(held: Regions, wanted: Regions) -> Moves:
     """Copies that bring from one side's buffers what the other side wants of it, in the order of `wanted`."""
-    by_tensor = np.argsort(held.tensor, kind="stable")
-    keys = held.tensor[by_tensor]
-    first, last = np.searchsorted(keys, wanted.tensor), np.searchsorted(keys, wanted.tensor, side="right")
-    moves, order = [], []
-    for nth in range(int((last - first).max(initial=0))):
-        has = np.flatnonzero(first + nth < last)
-        ours, theirs = held.take(by_tensor[(first + nth)[has]]), wanted.take(has)
-        for found, index in pairs(ours, theirs):
-            moves.append(found)
-            order.append(has[index])
-    joined = Moves.concat(moves)
-    return joined.take(np.argsort(np.concatenate(order), kind="stable")) if moves else joined
+    by_tensor = np.argsort(wanted.tensor, kind="stable")
+    keys = wanted.tensor[by_tensor]
+    first, last = np.searchsorted(keys, held.tensor), np.searchsorted(keys, held.tensor, side="right")
+    count = last - first
+    ours = np.repeat(np.arange(len(held)), count)
+    theirs = by_tensor[np.arange(len(ours)) - np.repeat(np.cumsum(count) - count, count) + np.repeat(first, count)]
+    order = np.argsort(theirs, kind="stable")
+    met = pairs(held.take(ours[order]), wanted.take(theirs[order]))
+    if not met:
+        return Moves.of([])
+    joined = Moves.concat([moves for moves, _ in met])
+    return joined.take(np.argsort(np.concatenate([nth for _, nth in met]), kind="stable"))
 
 
 def pairs(held: Regions, wanted: Regions) -> list[tuple[Moves, Ints]]:

@@ -41,6 +41,7 @@ from rollout.preflight import (
     require_channel,
     require_compilers,
     require_disk,
+    require_engine_device,
     require_engine_sizes,
     require_memory,
 )
@@ -508,6 +509,21 @@ def test_engine_sizes_must_cut_vocabulary_and_layers(sizes: dict[str, Any], piec
         require_engine_sizes(RolloutConfig(**sizes), model)
     assert piece in str(caught.value)
     require_engine_sizes(RolloutConfig(tp=[1, 2], pp=[4]), model)
+
+
+def test_expert_parallel_engines_need_experts_and_a_device_that_runs_them() -> None:
+    rollout, model = RolloutConfig(tp=[1, 4], ep=True), {"model_type": "qwen3_moe"}
+    with pytest.raises(ConfigError, match=r"rollout.ep=true: a qwen3_moe has no experts"):
+        require_engine_sizes(rollout, model)
+    with pytest.raises(ConfigError, match=r"rollout.tp=\[1, 4\]: more members than the model's 2 experts"):
+        require_engine_sizes(rollout, model | {"num_experts": 2})
+    require_engine_sizes(rollout, model | {"num_experts": 4})
+    with pytest.raises(ConfigError, match=r"rollout.ep=true on a CPU: .* use rollout.ep=false"):
+        require_engine_device(rollout, "cpu")
+    require_engine_device(rollout, "cuda")
+    require_engine_device(RolloutConfig(tp=[2]), "cpu")
+    with pytest.raises(ConfigError, match=r"rollout.ep=true with rollout.tp=\[1\]"):
+        RolloutConfig(ep=True)
 
 
 @pytest.mark.parametrize(("tp", "bad"), [([3], 3), ([1, 8], 8)])

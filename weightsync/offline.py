@@ -1,0 +1,179 @@
+"""The plan of a push, made for one rank after the other in one process, for all readers at once. Pure.
+
+The same moves in the same buckets as weightsync.plan.plan_streams gives (a test compares them), but as arrays: at
+thousands of links between ranks and readers, an object for each bucket's modules would cost minutes and gigabytes.
+"""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from weightsync.plan import PlanError, Stream, Wanted, aligned, cut_buckets, split_large
+from weightsync.regions import Ints, Moves, Regions, intersect
+
+
+@dataclass(frozen=True, kw_only=True)
+class Readers:
+    """What several readers want, joined: the buffers of all are numbered on, and so are their modules.
+
+    `reader`, `module`, `item_bytes` and `first` (the reader's first buffer) are by buffer, [num_buffers] int64.
+    """
+
+    wants: tuple[Wanted, ...]
+    regions: Regions
+    reader: Ints
+    module: Ints
+    item_bytes: Ints
+    first: Ints
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of everything that is wanted: no plan sends less."""
+        return sum(wanted.num_bytes() for wanted in self.wants)
+
+
+def join_readers(wants: Sequence[Wanted]) -> Readers:
+    """Of what distinct readers want of the same tensors. Raises PlanError for none, or when the tensors differ."""
+    if not wants:
+        raise PlanError("no reader: a plan needs at least one engine")
+    if any(wanted.names != wants[0].names for wanted in wants):
+        raise PlanError("the readers want tensors of different models; plan for engines of one model")
+    counts = np.array([len(wanted.buffers) for wanted in wants], np.int64)
+    firsts = np.cumsum(counts) - counts
+    parts, modules, num_modules = [], [], 0
+    for wanted, first in zip(wants, firsts.tolist(), strict=True):
+        parts.append(Regions(**{**vars(wanted.regions), "buffer": wanted.regions.buffer + first}))
+        modules.append(wanted.module_of(np.arange(len(wanted.buffers))) + num_modules)
+        num_modules += len(wanted.modules)
+    return Readers(
+        wants=tuple(wants),
+        regions=Regions.concat(parts),
+        reader=np.repeat(np.arange(len(wants)), counts),
+        module=np.concatenate(modules),
+        item_bytes=np.concatenate([wanted.item_bytes(np.arange(len(wanted.buffers))) for wanted in wants]),
+        first=np.repeat(firsts, counts),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankPlan:
+    """What one rank sends: N moves, reader after reader, in load order; targets are numbers of the reader's buffers.
+
+    `reader` and `sizes` (bytes in a bucket) are [N] int64; `begin` [B] has the first move of each bucket.
+    """
+
+    moves: Moves
+    reader: Ints
+    sizes: Ints
+    begin: Ints
+
+    @property
+    def bucket_bytes(self) -> Ints:
+        """[B] bytes of each bucket."""
+        return np.add.reduceat(self.sizes, self.begin) if len(self.begin) else self.begin
+
+    def bytes_to(self, num_readers: int) -> Ints:
+        """[num_readers] bytes to each reader."""
+        return np.bincount(self.reader, self.sizes, num_readers).astype(np.int64)
+
+    def fingerprint(self) -> str:
+        return digest_of([*vars(self.moves).values(), self.reader, self.sizes, self.begin])
+
+
+def plan_rank(held: Regions, readers: Readers, bucket_bytes: int) -> RankPlan:
+    """What a rank that holds `held` sends to each reader, in buckets of at most `bucket_bytes`."""
+    moves = intersect(held, readers.regions)
+    moves = moves.take(np.argsort(readers.module[moves.target], kind="stable"))
+    moves = split_large(moves, readers.item_bytes[moves.target], bucket_bytes)
+    sizes = aligned(moves.num_elements * readers.item_bytes[moves.target])
+    reader = readers.reader[moves.target]
+    ends = np.cumsum(sizes)
+    begin = []
+    for number in np.unique(reader).tolist():
+        first, stop = np.searchsorted(reader, [number, number + 1]).tolist()
+        while first < stop:
+            begin.append(first)
+            room = int(ends[first] - sizes[first]) + bucket_bytes
+            first = min(int(np.searchsorted(ends, room, side="right")), stop)
+    own = Moves(**{**vars(moves), "target": moves.target - readers.first[moves.target]})
+    return RankPlan(moves=own, reader=reader, sizes=sizes, begin=np.array(begin, np.int64))
+
+
+def streams_of(plan: RankPlan, wants: Sequence[Wanted], bucket_bytes: int) -> tuple[Stream, ...]:
+    """The plan as weightsync.plan.plan_streams makes it, for a push to run by."""
+    found = []
+    for reader in np.unique(plan.reader).tolist():
+        own = np.flatnonzero(plan.reader == reader)
+        moves = plan.moves.take(own)
+        modules = [wants[reader].buffers[buffer].module for buffer in moves.target.tolist()]
+        buckets = cut_buckets(moves, plan.sizes[own], modules, bucket_bytes)
+        found.append(Stream(reader=reader, buckets=dict(enumerate(buckets))))
+    return tuple(found)
+
+
+class Tally:
+    """What all ranks send, summed up as they are planned: bytes of links, buckets, elements of tensors."""
+
+    def __init__(self, readers: Readers):
+        self._readers = readers
+        self.links: list[list[int]] = []  # [ranks][readers] bytes
+        self.num_moves = self.num_buckets = self.num_rounds = self.max_bucket_bytes = 0
+        self._sent = np.zeros((len(readers.wants), len(readers.wants[0].names)), np.int64)  # elements
+        self._digest = hashlib.sha256()
+
+    def add(self, plan: RankPlan) -> None:
+        """The plan of the next rank."""
+        self.links.append(plan.bytes_to(len(self._readers.wants)).tolist())
+        self.num_moves += len(plan.moves)
+        self.num_buckets += len(plan.begin)
+        self.num_rounds = max(self.num_rounds, len(plan.begin))  # each rank sends one bucket in a round
+        self.max_bucket_bytes = max(self.max_bucket_bytes, int(plan.bucket_bytes.max(initial=0)))
+        np.add.at(self._sent, (plan.reader, plan.moves.tensor), plan.moves.num_elements)
+        self._digest.update(plan.fingerprint().encode())
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(sum, self.links))
+
+    @property
+    def plan_hash(self) -> str:
+        """Of the plans of all ranks."""
+        return self._digest.hexdigest()[:16]
+
+    def require_whole(self) -> None:
+        """Raises PlanError, naming tensors, unless every element that a reader wants is sent to it exactly once."""
+        for wanted, sent in zip(self._readers.wants, self._sent, strict=True):
+            asked = np.zeros(len(wanted.names), np.int64)
+            np.add.at(asked, wanted.regions.tensor, wanted.regions.num_elements)
+            if len(wrong := np.flatnonzero(sent != asked)):
+                shown = ", ".join(f"{wanted.names[t]} ({sent[t]} of {asked[t]} elements)" for t in wrong[:8])
+                raise PlanError(f"the ranks of the trainer do not hold what an engine wants: {shown}")
+
+
+def distinct(wants: Iterable[Wanted]) -> tuple[list[Wanted], list[int]]:
+    """The readers among workers, and which of them each worker is."""
+    numbers: dict[str, int] = {}
+    found: list[Wanted] = []
+    which: list[int] = []
+    for wanted in wants:
+        number = numbers.setdefault(wanted.fingerprint(), len(found))
+        if number == len(found):
+            found.append(wanted)
+        which.append(number)
+    return found, which
+
+
+def regions_fingerprint(regions: Regions) -> str:
+    """Equal for ranks that hold the same."""
+    return digest_of(list(vars(regions).values()))
+
+
+def digest_of(arrays: Sequence[Ints]) -> str:
+    """Hash of arrays of int64, in their order."""
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(str(len(array)).encode())
+        digest.update(np.ascontiguousarray(array, np.int64).tobytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,123 @@
+"""Plans in files, so that a large one is made once: a header in JSON, and for each rank a file of plain arrays.
+
+A plan is good for one key only: what each rank holds, what the readers want, and the size of a bucket. Whoever reads it
+gives all that it knows of these, and is refused, by name, when something differs.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from weightsync.offline import RankPlan, Readers, regions_fingerprint
+from weightsync.plan import PlanError
+from weightsync.regions import Moves, Regions
+
+HEADER = "plan.json"
+FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Key:
+    """What a plan is for: fingerprints of what each rank holds and of what each reader wants, and bucket_bytes."""
+
+    ranks: tuple[str, ...]
+    readers: tuple[str, ...]
+    bucket_bytes: int
+
+    def hash(self) -> str:
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def save_plan(
+    folder: Path,
+    ranks: Iterable[tuple[Regions, RankPlan]],
+    readers: Readers,
+    bucket_bytes: int,
+    about: Mapping[str, Any],
+) -> Key:
+    """Writes the plans of all ranks, one after the other as they are made; gives the key that they are good for.
+
+    `ranks`: what each holds, and its plan. `about`: words for people, like the layout's label. The header comes last:
+    a folder without one is no plan. Raises PlanError when the folder holds a plan already.
+    """
+    if (folder / HEADER).exists():
+        raise PlanError(f"{folder} holds a plan already; name another folder, or remove it")
+    folder.mkdir(parents=True, exist_ok=True)
+    held, prints = [], []
+    for number, (regions, plan) in enumerate(ranks):
+        held.append(regions_fingerprint(regions))
+        prints.append(plan.fingerprint())
+        arrays = {**vars(plan.moves), "reader": plan.reader, "sizes": plan.sizes, "begin": plan.begin}
+        np.savez_compressed(rank_file(folder, number), **arrays)
+    wanted = tuple(wants.fingerprint() for wants in readers.wants)
+    key = Key(ranks=tuple(held), readers=wanted, bucket_bytes=bucket_bytes)
+    header = {"format": FORMAT, "hash": key.hash(), "key": asdict(key), "plans": prints, "about": dict(about)}
+    partial = folder / f"{HEADER}.partial"
+    partial.write_text(json.dumps(header, indent=1) + "\n")
+    os.replace(partial, folder / HEADER)
+    return key
+
+
+def load_plan(folder: Path, rank: int, num_ranks: int, held: Regions, readers: Readers, bucket_bytes: int) -> RankPlan:
+    """The plan of one rank that holds `held`, for these readers.
+
+    Raises PlanError, saying what differs, when the plan is for something else, or damaged.
+    """
+    header = read_header(folder)
+    saved = header["key"]
+    key = Key(ranks=tuple(saved["ranks"]), readers=tuple(saved["readers"]), bucket_bytes=saved["bucket_bytes"])
+    wanted = tuple(wants.fingerprint() for wants in readers.wants)
+    problems = []
+    if key.bucket_bytes != bucket_bytes:
+        problems.append(f"its buckets are of {key.bucket_bytes} bytes, not {bucket_bytes} (sync.bucket_bytes)")
+    if len(key.ranks) != num_ranks:
+        problems.append(f"it is for {len(key.ranks)} training ranks, not {num_ranks} (cluster.train_ranks)")
+    elif key.ranks[rank] != regions_fingerprint(held):
+        problems.append(f"rank {rank} holds other parts of the model than in its layout")
+    if len(key.readers) != len(wanted):
+        problems.append(f"it is for {len(key.readers)} readers, not {len(wanted)} (rollout.tp, rollout.pp)")
+    else:
+        problems += [f"reader {n} wants other parts" for n, own in enumerate(wanted) if own != key.readers[n]][:4]
+    if problems:
+        about = ", ".join(f"{name}: {value}" for name, value in header["about"].items())
+        raise PlanError(
+            f"the plan in {folder} ({about}) does not fit: {'; '.join(problems)}; make another with "
+            "scripts/plan_sync.py"
+        )
+    plan = read_rank(folder, rank)
+    if plan.fingerprint() != header["plans"][rank]:
+        raise PlanError(f"{rank_file(folder, rank)} is damaged: its content is not that of the plan; make it again")
+    return plan
+
+
+def read_header(folder: Path) -> dict[str, Any]:
+    """The header of a saved plan. Raises PlanError where there is none."""
+    try:
+        header: dict[str, Any] = json.loads((folder / HEADER).read_text())
+    except (OSError, ValueError) as error:
+        raise PlanError(f"{folder}: no saved plan ({error}); make one with scripts/plan_sync.py --save") from error
+    if header.get("format") != FORMAT:
+        raise PlanError(f"{folder}: a plan of format {header.get('format')}, not {FORMAT}; make it again")
+    return header
+
+
+def read_rank(folder: Path, rank: int) -> RankPlan:
+    """One rank's file. Raises PlanError when it cannot be read."""
+    path = rank_file(folder, rank)
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            columns = {name: arrays[name] for name in arrays.files}
+        rest = {name: columns.pop(name) for name in ("reader", "sizes", "begin")}
+        return RankPlan(moves=Moves(**columns), **rest)
+    except Exception as error:  # zip, zlib and numpy each raise their own for what is cut off or overwritten
+        raise PlanError(f"{path} cannot be read ({type(error).__name__}: {error}); make the plan again") from error
+
+
+def rank_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank:05}.npz"
