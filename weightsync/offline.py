@@ -154,7 +154,8 @@ class Tally:
 def distinct(wants: Iterable[Wanted]) -> tuple[list[Wanted], list[int]]:
     """The readers among workers, and which of them each worker is."""
     numbers: dict[str, int] = {}
-    found, which = [], []
+    found: list[Wanted] = []
+    which = []
     for wanted in wants:
         number = numbers.setdefault(wanted.fingerprint(), len(found))
         if number == len(found):

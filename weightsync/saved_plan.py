@@ -70,7 +70,8 @@ def load_plan(folder: Path, rank: int, num_ranks: int, held: Regions, readers: R
     Raises PlanError, saying what differs, when the plan is for something else, or damaged.
     """
     header = read_header(folder)
-    key = Key(**{name: tuple(v) if isinstance(v, list) else v for name, v in header["key"].items()})
+    made = header["key"]
+    key = Key(ranks=tuple(made["ranks"]), readers=tuple(made["readers"]), bucket_bytes=made["bucket_bytes"])
     wanted = tuple(wants.fingerprint() for wants in readers.wants)
     problems = []
     if key.bucket_bytes != bucket_bytes:

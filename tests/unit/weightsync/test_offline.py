@@ -73,7 +73,7 @@ def saved(folder: Path, ranks: int = 2, parts: int = 2) -> list[tuple[Regions, R
 
 
 def loaded(folder: Path, rank: int, ranks: int = 2, parts: int = 2, **changes: Any) -> RankPlan:
-    arguments = {
+    arguments: dict[str, Any] = {
         "num_ranks": ranks,
         "held": zero3(ranks)[rank],
         "readers": join_readers([wanted(part, parts) for part in range(parts)]),
