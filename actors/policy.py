@@ -25,7 +25,9 @@ from weightsync.channels.disk import FolderAddress, FolderWriter
 from weightsync.channels.ipc import DeviceRing
 from weightsync.channels.shm import Ring
 from weightsync.folder import in_groups
-from weightsync.plan import TWO_DRIVERS, Item, Link, Turn, Wanted, plan_streams
+from weightsync.plan import TWO_DRIVERS, Item, Link, Turn, Wanted
+from weightsync.planner import RankPlan, join_readers, plan_rank, streams_of
+from weightsync.saved_plan import Key, load_plan
 from weightsync.sender import NUM_SLOTS, Read, Sender
 from weightsync.sync import VERSIONS_KEPT
 
@@ -36,6 +38,7 @@ class PolicyRank(Rank):
     """One rank of the policy: scoring, updates, weights for the sync; of a frozen model: scoring."""
 
     _sender: Sender | None = None
+    _planned: tuple[Key, RankPlan] | None = None  # what it was planned for, and the plan
     _connection = ""  # the name of that for which the sender plans
     _probe_row: tuple[int, ...] = ()
     _probe_logprobs: list[float] | None = None  # of the row, under the weights as they are
@@ -174,7 +177,7 @@ class PolicyRank(Rank):
         `host`, `port`: where groups meet, if the channel has any.
         """
         sync = self.cfg.sync
-        streams = plan_streams(held_regions(self.engine, self.world), readers, sync.slot_bytes)
+        streams = streams_of(self._plan(readers), readers)
         self.close_sync()
         slot_bytes = max((stream.max_bytes for stream in streams), default=1)
         outlet: Outlet
@@ -208,6 +211,20 @@ class PolicyRank(Rank):
         self._sender, self._connection = Sender(self.rank, streams, readers, outlet), name
         signed = tuple(stream.fingerprint() for stream in streams)
         return Link(rank=self.rank, streams=streams, signed=signed, address=outlet.address)
+
+    def _plan(self, readers: list[Wanted]) -> RankPlan:
+        """What this rank sends to these readers: as it planned last, as the plan of sync.plan says, or planned anew.
+
+        Raises weightsync.plan.PlanError when sync.plan is for other layouts than the run begins with.
+        """
+        sync, held, joined = self.cfg.sync, held_regions(self.engine, self.world), join_readers(readers)
+        key = Key.of([held], joined, sync.slot_bytes)
+        if self._planned is None and sync.plan is not None:
+            found = load_plan(Path(sync.plan), self.rank, self.world, held, joined, sync.slot_bytes)
+            self._planned = key, found
+        elif self._planned is None or self._planned[0] != key:
+            self._planned = key, plan_rank(held, joined, sync.slot_bytes)
+        return self._planned[1]
 
     def close_sync(self) -> None:
         """Lets go of the channel."""

@@ -546,6 +546,9 @@ class SyncConfig:
         "host to host) or disk (a folder that all hosts share)",
     )
     folder: str | None = option(None, "with channel=disk, where versions are written; hosts must share it")
+    plan: str | None = option(
+        None, "folder of a plan that scripts/plan_sync.py --save has made for these layouts; null plans at launch"
+    )
     delta: bool = option(False, "send only the engine's modules in which a bit has changed since they were last sent")
     full_every: int = option(10, "with delta, one push in so many is whole all the same")
     snapshot: bool = option(

@@ -28,6 +28,8 @@ from rollout.model_folder import check_model
 from rollout.rewards import check_reward
 from rollout.role_models import check_role_models, read_shapes
 from weightsync.folder import without_tied_head
+from weightsync.plan import PlanError
+from weightsync.saved_plan import read_header
 
 ATTENTION = ("sdpa", "eager", "flash_attention_2")
 VOCABULARY_STEP = 64  # vLLM pads the vocabulary to a multiple of it
@@ -262,9 +264,14 @@ def require_memory(cfg: Config, shapes: Mapping[str, tuple[int, ...]], model: Ma
 
 
 def require_channel(cfg: Config, device: str) -> None:
-    """Raises ConfigError when weights cannot travel as they are to on this device."""
+    """Raises ConfigError when weights cannot travel as they are to on this device, or by a plan that is not there."""
     if cfg.sync.channel is Channel.ipc and device != "cuda":
         raise ConfigError(f"sync.channel=ipc on {device}: it is memory of a GPU; use sync.channel=shm")
+    if cfg.sync.plan is not None:
+        try:
+            read_header(Path(cfg.sync.plan))
+        except PlanError as error:
+            raise ConfigError(f"sync.plan={cfg.sync.plan}: {error}") from error
 
 
 def require_compilers(cfg: Config, device: str) -> None:

@@ -23,8 +23,8 @@ from rl.run_folder import write_json
 
 if TYPE_CHECKING:
     from actors.layout_plan import TrainedModel
-    from weightsync.offline import RankPlan, Readers, Tally
     from weightsync.plan import Wanted
+    from weightsync.planner import RankPlan, Readers, Tally
     from weightsync.regions import Regions
 
 MAX_ROWS = 64  # links that are printed one by one
@@ -55,7 +55,7 @@ class Planned:
             "bytes": tally.num_bytes,
             "least_bytes": self.readers.num_bytes,
             "ratio": tally.num_bytes / self.readers.num_bytes,
-            "bucket_bytes": cfg.sync.bucket_bytes,
+            "slot_bytes": cfg.sync.slot_bytes,
             "buckets": tally.num_buckets,
             "rounds": tally.num_rounds,
             "max_bucket_bytes": tally.max_bucket_bytes,
@@ -89,7 +89,7 @@ def plan(cfg: Config, save: str | None) -> Planned:
     from rollout.data import read_object
     from rollout.model_folder import require_layout
     from rollout.preflight import require_engine_sizes
-    from weightsync.offline import Tally, join_readers
+    from weightsync.planner import Tally, join_readers
     from weightsync.saved_plan import save_plan
 
     began = time.monotonic()
@@ -114,7 +114,7 @@ def plan(cfg: Config, save: str | None) -> Planned:
             pass
     else:
         about = {"model": path, "layout": cfg.train_layout.label(), "engines": engines_label(cfg)}
-        planned.saved = save_plan(Path(save), ranks, readers, cfg.sync.bucket_bytes, about).hash()
+        planned.saved = save_plan(Path(save), ranks, readers, cfg.sync.slot_bytes, about).hash()
     tally.require_whole()
     done = time.monotonic()
     planned.seconds = {"model": built - began, "wants": recorded - built, "plan": done - recorded, "all": done - began}
@@ -124,8 +124,8 @@ def plan(cfg: Config, save: str | None) -> Planned:
 def wanted_by(cfg: Config, model: "TrainedModel") -> tuple[list["Wanted"], list[list[str]]]:
     """What each reader wants, and the names of the workers that are this reader."""
     from rollout.engine import engine_config
-    from weightsync.offline import distinct
     from weightsync.places import worker_wants
+    from weightsync.planner import distinct
     from weightsync.record import Folder
 
     folder = Folder.of(model.shapes)
@@ -151,12 +151,12 @@ def planned_ranks(
 ) -> Iterator[tuple["Regions", "RankPlan"]]:
     """What each rank holds, and its plan, which is added to the tally."""
     from weightsync.held import held_regions, whole_regions
-    from weightsync.offline import plan_rank
+    from weightsync.planner import plan_rank
 
     whole = whole_regions(model.parameters)
     for rank in range(cfg.cluster.train_ranks):
         held = held_regions(model.parameters, model.shares(rank), whole)
-        found = plan_rank(held, readers, cfg.sync.bucket_bytes)
+        found = plan_rank(held, readers, cfg.sync.slot_bytes)
         tally.add(found)
         yield held, found
 
@@ -176,7 +176,7 @@ def show(cfg: Config, planned: Planned) -> None:
         ("bytes", f"{size(tally.num_bytes)}, {tally.num_bytes / planned.readers.num_bytes:.4f} of the least"),
         (
             "buckets",
-            f"{tally.num_buckets} of at most {size(cfg.sync.bucket_bytes)}; largest {size(tally.max_bucket_bytes)}",
+            f"{tally.num_buckets} of at most {size(cfg.sync.slot_bytes)}; largest {size(tally.max_bucket_bytes)}",
         ),
         ("rounds", str(tally.num_rounds)),
         ("moves", str(tally.num_moves)),

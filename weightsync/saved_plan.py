@@ -7,15 +7,15 @@ gives all that it knows of these, and is refused, by name, when something differ
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from weightsync.offline import RankPlan, Readers, regions_fingerprint
 from weightsync.plan import PlanError
+from weightsync.planner import RankPlan, Readers, regions_fingerprint
 from weightsync.regions import Moves, Regions
 
 HEADER = "plan.json"
@@ -24,11 +24,20 @@ FORMAT = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Key:
-    """What a plan is for: fingerprints of what each rank holds and of what each reader wants, and bucket_bytes."""
+    """What a plan is for: fingerprints of what each rank holds and of what each reader wants, and slot_bytes."""
 
     ranks: tuple[str, ...]
     readers: tuple[str, ...]
-    bucket_bytes: int
+    slot_bytes: int
+
+    @classmethod
+    def of(cls, held: Sequence[Regions], readers: Readers, slot_bytes: int) -> "Key":
+        """For ranks that hold this."""
+        return cls(
+            ranks=tuple(regions_fingerprint(regions) for regions in held),
+            readers=tuple(wanted.fingerprint() for wanted in readers.wants),
+            slot_bytes=slot_bytes,
+        )
 
     def hash(self) -> str:
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
@@ -38,7 +47,7 @@ def save_plan(
     folder: Path,
     ranks: Iterable[tuple[Regions, RankPlan]],
     readers: Readers,
-    bucket_bytes: int,
+    slot_bytes: int,
     about: Mapping[str, Any],
 ) -> Key:
     """Writes the plans of all ranks, one after the other as they are made; gives the key that they are good for.
@@ -56,7 +65,7 @@ def save_plan(
         arrays = {**vars(plan.moves), "reader": plan.reader, "sizes": plan.sizes, "begin": plan.begin}
         np.savez_compressed(rank_file(folder, number), **arrays)
     wanted = tuple(wants.fingerprint() for wants in readers.wants)
-    key = Key(ranks=tuple(held), readers=wanted, bucket_bytes=bucket_bytes)
+    key = Key(ranks=tuple(held), readers=wanted, slot_bytes=slot_bytes)
     header = {"format": FORMAT, "hash": key.hash(), "key": asdict(key), "plans": prints, "about": dict(about)}
     partial = folder / f"{HEADER}.partial"
     partial.write_text(json.dumps(header, indent=1) + "\n")
@@ -64,18 +73,18 @@ def save_plan(
     return key
 
 
-def load_plan(folder: Path, rank: int, num_ranks: int, held: Regions, readers: Readers, bucket_bytes: int) -> RankPlan:
+def load_plan(folder: Path, rank: int, num_ranks: int, held: Regions, readers: Readers, slot_bytes: int) -> RankPlan:
     """The plan of one rank that holds `held`, for these readers.
 
     Raises PlanError, saying what differs, when the plan is for something else, or damaged.
     """
     header = read_header(folder)
     saved = header["key"]
-    key = Key(ranks=tuple(saved["ranks"]), readers=tuple(saved["readers"]), bucket_bytes=saved["bucket_bytes"])
+    key = Key(ranks=tuple(saved["ranks"]), readers=tuple(saved["readers"]), slot_bytes=saved["slot_bytes"])
     wanted = tuple(wants.fingerprint() for wants in readers.wants)
     problems = []
-    if key.bucket_bytes != bucket_bytes:
-        problems.append(f"its buckets are of {key.bucket_bytes} bytes, not {bucket_bytes} (sync.bucket_bytes)")
+    if key.slot_bytes != slot_bytes:
+        problems.append(f"its buckets are of {key.slot_bytes} bytes, not {slot_bytes} (half of sync.bucket_bytes)")
     if len(key.ranks) != num_ranks:
         problems.append(f"it is for {len(key.ranks)} training ranks, not {num_ranks} (cluster.train_ranks)")
     elif key.ranks[rank] != regions_fingerprint(held):

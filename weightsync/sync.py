@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from typing import Any, Protocol
 
 import torch
@@ -21,7 +21,8 @@ from conf.schema import SyncConfig
 from rl.faults import RoleError, SyncError, reason_of
 from rl.roles import Metrics
 from weightsync.channels.disk import folder_wanted
-from weightsync.plan import TWO_DRIVERS, Item, Link, Seat, Turn, Wanted, fingerprint, narrowed, require_whole, turns_of
+from weightsync.plan import TWO_DRIVERS, Item, Link, Seat, Turn, Wanted, fingerprint, narrowed, turns_of
+from weightsync.planner import distinct, require_whole
 
 TRAINER = "the policy's ranks"
 Held = dict[tuple[int, int, int], int]  # digests by (rank, bucket, segment)
@@ -375,16 +376,13 @@ class WeightSync:
             workers = [wanted for found in wants.values() for wanted in found]
             folder = folder_wanted(shapes, self.source.dtype, workers)
             wants = {name: [folder] * len(found) for name, found in wants.items()}
-        numbers: dict[str, int] = {}
-        readers: list[Wanted] = []
-        sizes: list[int] = []
-        seats: dict[str, list[Seat]] = {name: [] for name in wants}
+        readers, which = distinct(wanted for found in wants.values() for wanted in found)
+        sizes = [0] * len(readers)
+        seats: dict[str, list[Seat]] = {}
+        left = iter(which)
         for name, found in wants.items():
-            for wanted in found:
-                number = numbers.setdefault(wanted.fingerprint(), len(readers))
-                if number == len(readers):
-                    readers.append(wanted)
-                    sizes.append(0)
+            seats[name] = []
+            for number in islice(left, len(found)):
                 seats[name].append(Seat(reader=number, member=sizes[number]))
                 sizes[number] += 1
         return readers, sizes, seats

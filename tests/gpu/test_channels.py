@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from weightsync.channels.ipc import DeviceAddress, DeviceRing, DeviceRingReader
-from weightsync.plan import Buffer, PlanError, Wanted, plan_streams
+from weightsync.plan import Buffer, PlanError, Wanted
+from weightsync.planner import plan_streams
 from weightsync.regions import Regions
 from weightsync.sender import NUM_SLOTS, Sender, digest_of, digests, plain
 

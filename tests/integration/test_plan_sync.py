@@ -16,7 +16,7 @@ from scripts.benchmarks.sync_matrix import config_of, layouts, model_folder, ran
 from scripts.plan_sync import main, plan, run, wanted_by
 from tests.integration.real import connect, start_engines, start_ranks, started_cluster
 from weightsync.held import held_regions
-from weightsync.offline import join_readers, plan_rank, stream_of
+from weightsync.planner import join_readers, plan_rank, streams_of
 from weightsync.saved_plan import load_plan
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
@@ -29,7 +29,7 @@ def bare_config(source: Path, out: Path, engines: list[tuple[int, int]]) -> Conf
     (layout,) = [x for x in layouts() if (x.ranks, x.zero_stage, x.ep) == (2, 3, 2)]
     out.mkdir()
     copy(source / "config.json", out)
-    cfg = config_of(layout, out, engines, Channel.shm)
+    cfg = config_of(layout, out, engines, Channel.shm, out)
     return replace(cfg, sync=replace(cfg.sync, bucket_bytes=1 << 16))
 
 
@@ -48,8 +48,8 @@ def test_plan_without_processes_is_that_of_running_ranks_and_engines(tmp_path: P
         links = connect(ActorPolicy(live, group), engines.handles, random_row(7, 16)).links
     assert [len(names) for names in workers] == [1, 1]
     for rank, link in enumerate(links):
-        own = plan_rank(held_regions(model.parameters, model.shares(rank)), readers, cfg.sync.bucket_bytes)
-        assert stream_of(own, wants, cfg.sync.bucket_bytes, rank).fingerprint() == link.signed
+        own = plan_rank(held_regions(model.parameters, model.shares(rank)), readers, cfg.sync.slot_bytes)
+        assert tuple(stream.fingerprint() for stream in streams_of(own, wants)) == link.signed
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_script_prints_every_link_and_saves_what_it_planned(
     readers = join_readers(wanted_by(cfg, model)[0])
     for rank in range(2):
         held = held_regions(model.parameters, model.shares(rank))
-        found = load_plan(tmp_path / "plan", rank, 2, held, readers, cfg.sync.bucket_bytes)
+        found = load_plan(tmp_path / "plan", rank, 2, held, readers, cfg.sync.slot_bytes)
         assert found.bytes_to(5).tolist() == figures["links_bytes"][rank]
     with pytest.raises(ConfigError, match="holds a plan already"):
         run(cfg, save=str(tmp_path / "plan"))

@@ -37,7 +37,8 @@ from rollout.engine import Outcome, Request
 from rollout.pool import as_trajectory, derive_seed
 from rollout.rewards import Scored
 from weightsync.channels.shm import Ring, RingReader
-from weightsync.plan import Buffer, Item, Link, Seat, Turn, Wanted, fingerprint, narrowed, plan_streams
+from weightsync.plan import Buffer, Item, Link, Seat, Turn, Wanted, fingerprint, narrowed
+from weightsync.planner import plan_streams
 from weightsync.regions import Regions
 from weightsync.sender import NUM_SLOTS, Read, Sender, digests, piece_of, plain
 

@@ -674,3 +674,9 @@ def test_memory_of_a_gpu_is_no_channel_between_cpus(scene: Scene) -> None:
     require_channel(cfg, "cuda")
     with pytest.raises(ConfigError, match=r"sync\.channel=ipc on cpu: .*; use sync\.channel=shm"):
         require_channel(cfg, "cpu")
+
+
+def test_saved_plan_that_is_none_is_named(scene: Scene, tmp_path: Path) -> None:
+    cfg = scene.cfg(sync=SyncConfig(plan=str(tmp_path), probe_tokens=8))
+    with pytest.raises(ConfigError, match=r"sync\.plan=.*: no saved plan .*scripts/plan_sync\.py --save"):
+        require_channel(cfg, "cpu")

@@ -1,6 +1,7 @@
 """Plans: complete, within their buckets, alike on both sides, and in the order in which an engine can use them."""
 
 import math
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -9,18 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightsync.plan import (
-    ITEM_BYTES,
-    Buffer,
-    PlanError,
-    Stream,
-    Wanted,
-    narrowed,
-    plan_stream,
-    plan_streams,
-    require_whole,
-    turns_of,
-)
+from weightsync.plan import ITEM_BYTES, Buffer, PlanError, Stream, Wanted, narrowed, turns_of
+from weightsync.planner import plan_streams, require_whole
 from weightsync.regions import Regions
 
 SHAPES = {"embed": (40, 8), "layers.0.q": (8, 8), "layers.0.k": (4, 8), "layers.0.o": (8, 8), "norm": (8,)}
@@ -60,12 +51,12 @@ def zero3(ranks: int) -> list[Regions]:
     return held
 
 
-def deliver(streams: list[Stream], held: list[Regions], want: Wanted) -> dict[int, np.ndarray[Any, Any]]:
+def deliver(streams: list[list[Stream]], held: list[Regions], want: Wanted) -> dict[int, np.ndarray[Any, Any]]:
     """A reader's buffers, after all moves were made one element at a time; element e of tensor t is 1000 t + e."""
     found = {k: np.full(400, -1) for k in range(len(want.buffers))}
-    for stream, holds in zip(streams, held, strict=True):
+    for own, holds in zip(streams, held, strict=True):
         memory = {int(holds.buffer[n]): 1000 * int(holds.tensor[n]) + int(holds.start[n]) for n in range(len(holds))}
-        for bucket in stream.buckets.values():
+        for bucket in (bucket for stream in own for bucket in stream.buckets.values()):
             m = bucket.moves
             for n in range(len(m)):
                 for i in range(m.count[n]):
@@ -80,17 +71,17 @@ def deliver(streams: list[Stream], held: list[Regions], want: Wanted) -> dict[in
 @given(st.integers(1, 5), st.sampled_from([1, 2, 4]), st.sampled_from([48, 100, 256, 10_000]))
 def test_streams_deliver_what_is_wanted_in_buckets(ranks: int, parts: int, bucket_bytes: int) -> None:
     readers, held = [wanted(part, parts) for part in range(parts)], zero3(ranks)
-    streams = [plan_stream(holds, want, r, bucket_bytes) for holds in held for r, want in enumerate(readers)]
-    require_whole(streams, readers)
+    streams = [plan_streams(holds, readers, bucket_bytes) for holds in held]
+    require_whole(chain(*streams), readers)
     for number, want in enumerate(readers):
-        found = deliver([stream for stream in streams if stream.reader == number], held, want)
+        found = deliver([[s for s in own if s.reader == number] for own in streams], held, want)
         for n in range(len(want.regions)):
             r = {name: int(getattr(want.regions, name)[n]) for name in vars(want.regions)}
             for i in range(r["count"]):
                 for j in range(r["length"]):
                     place = found[r["buffer"]][r["at"] + i * r["row"] + j * r["col"]]
                     assert place == 1000 * r["tensor"] + r["start"] + i * r["stride"] + j
-    for stream in streams:
+    for stream in chain(*streams):
         for bucket in stream.buckets.values():
             assert bucket.nbytes == bucket.num_sent <= bucket_bytes and bucket.ranges == [(0, bucket.nbytes)]
             item = np.array([ITEM_BYTES[readers[stream.reader].buffers[b].dtype] for b in bucket.moves.target])
@@ -140,8 +131,8 @@ def test_bytes_are_near_the_least_that_can_be_sent() -> None:
 
 
 def test_plans_agree_only_when_they_are_equal() -> None:
-    first, again = (plan_stream(zero3(2)[0], wanted(), 0, 100).fingerprint() for _ in range(2))
-    assert first == again != plan_stream(zero3(2)[1], wanted(), 0, 100).fingerprint()
+    first, again = (plan_streams(zero3(2)[0], [wanted()], 100)[0].fingerprint() for _ in range(2))
+    assert first == again != plan_streams(zero3(2)[1], [wanted()], 100)[0].fingerprint()
     assert wanted().fingerprint() == wanted().fingerprint() != wanted(0, 2).fingerprint()
 
 
@@ -149,13 +140,13 @@ def test_tensor_that_nobody_holds_is_named() -> None:
     held = zero3(1)[0]
     some = held.take(held.tensor != NAMES.index("layers.0.k"))
     with pytest.raises(PlanError, match=r"layers\.0\.k \(0 of 32 elements\)$"):
-        require_whole([plan_stream(some, wanted(), 0, 1000)], [wanted()])
+        require_whole(plan_streams(some, [wanted()], 1000), [wanted()])
 
 
 def test_element_sent_twice_is_named() -> None:
     held = Regions.concat([zero3(1)[0], zero3(1)[0].take(np.array([4]))])
     with pytest.raises(PlanError, match=r"norm \(16 of 8 elements\)"):
-        require_whole([plan_stream(held, wanted(), 0, 1000)], [wanted()])
+        require_whole(plan_streams(held, [wanted()], 1000), [wanted()])
 
 
 def test_dtypes_have_the_sizes_of_torch() -> None:

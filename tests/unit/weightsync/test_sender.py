@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from weightsync.channels.shm import Ring, RingReader
-from weightsync.plan import Bucket, Buffer, Wanted, plan_stream, plan_streams
+from weightsync.plan import Bucket, Buffer, Wanted
+from weightsync.planner import plan_streams
 from weightsync.regions import Regions
 from weightsync.sender import NUM_SLOTS, Sender, digests, piece_of, plain
 
@@ -51,7 +52,7 @@ def unpack(sender: Sender, bucket: Bucket, slot: torch.Tensor) -> dict[str, list
 @pytest.mark.parametrize("bucket_bytes", [64, 10_000])
 def test_every_bucket_arrives_bit_for_bit(dtype: str, bucket_bytes: int) -> None:
     live, wants = weights(dtype), wanted(dtype)
-    stream = plan_stream(whole(), wants, 0, bucket_bytes)
+    (stream,) = plan_streams(whole(), [wants], bucket_bytes)
     ring = Ring(stream.max_bytes, NUM_SLOTS)
     sender, reader = Sender(3, [stream], [wants], ring), RingReader(ring.address)
     sender.begin([plain(tensor.flatten()) for tensor in live.values()], 0, None)

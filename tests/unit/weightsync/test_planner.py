@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.weightsync.test_plan import NAMES, wanted, zero3
-from weightsync.offline import RankPlan, Tally, distinct, join_readers, plan_rank, streams_of
-from weightsync.plan import PlanError, plan_streams
+from weightsync.plan import PlanError
+from weightsync.planner import RankPlan, Tally, distinct, join_readers, plan_rank, streams_of
 from weightsync.regions import Moves, Regions
 from weightsync.saved_plan import HEADER, load_plan, rank_file, save_plan
 
@@ -27,14 +27,13 @@ def assert_same(found: RankPlan, expected: RankPlan) -> None:
 
 
 @given(st.integers(1, 5), st.sampled_from([1, 2, 4]), st.sampled_from([48, 100, 256, 10_000]))
-def test_offline_plan_of_any_rank_equals_the_rank_s_own(ranks: int, parts: int, bucket_bytes: int) -> None:
+def test_tally_adds_up_what_the_streams_of_all_ranks_send(ranks: int, parts: int, slot_bytes: int) -> None:
     wants = [wanted(part, parts) for part in range(parts)]
     readers, held = join_readers(wants), zero3(ranks)
     tally = Tally(readers)
     for holds in held:
-        plan = plan_rank(holds, readers, bucket_bytes)
-        own = plan_streams(holds, wants, bucket_bytes)
-        assert [s.fingerprint() for s in streams_of(plan, wants, bucket_bytes)] == [s.fingerprint() for s in own]
+        plan = plan_rank(holds, readers, slot_bytes)
+        own = streams_of(plan, wants)
         sent = {stream.reader: stream.num_bytes for stream in own}
         assert plan.bytes_to(parts).tolist() == [sent.get(reader, 0) for reader in range(parts)]
         assert plan.bucket_bytes.tolist() == [bucket.nbytes for stream in own for bucket in stream.buckets.values()]
@@ -78,7 +77,7 @@ def loaded(folder: Path, rank: int, ranks: int = 2, parts: int = 2, **changes: A
         "num_ranks": ranks,
         "held": zero3(ranks)[rank],
         "readers": join_readers([wanted(part, parts) for part in range(parts)]),
-        "bucket_bytes": BUCKET_BYTES,
+        "slot_bytes": BUCKET_BYTES,
     }
     return load_plan(folder, rank, **arguments | changes)
 
@@ -100,12 +99,12 @@ def test_saved_plan_of_any_layout_loads_as_it_was(
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"bucket_bytes": 512}, ["its buckets are of 256 bytes, not 512 (sync.bucket_bytes)"]),
+        ({"slot_bytes": 512}, ["its buckets are of 256 bytes, not 512 (half of sync.bucket_bytes)"]),
         ({"num_ranks": 3}, ["it is for 2 training ranks, not 3"]),
         ({"held": zero3(3)[1]}, ["rank 1 holds other parts of the model"]),
         ({"readers": join_readers([wanted()])}, ["it is for 2 readers, not 1"]),
         ({"readers": join_readers([wanted(0, 2), wanted(0, 4)])}, ["reader 1 wants other parts"]),
-        ({"bucket_bytes": 512, "num_ranks": 3}, ["512", "not 3"]),
+        ({"slot_bytes": 512, "num_ranks": 3}, ["512", "not 3"]),
     ],
 )
 def test_plan_for_something_else_is_refused_with_what_differs(

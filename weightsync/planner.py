@@ -1,16 +1,17 @@
-"""The plan of a push, made for one rank after the other in one process, for all readers at once. Pure.
+"""Making plans: regions held, met with regions wanted. Pure.
 
-The same moves in the same buckets as weightsync.plan.plan_streams gives (a test compares them), but as arrays: at
-thousands of links between ranks and readers, an object for each bucket's modules would cost minutes and gigabytes.
+A rank is planned for all readers at once, as arrays: at thousands of links between ranks and readers, an object for
+each bucket's modules would cost minutes and gigabytes. Only what a push runs by is made of them (`streams_of`).
 """
 
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
-from weightsync.plan import PlanError, Stream, Wanted, aligned, cut_buckets, split_large
+from weightsync.plan import ALIGN_BYTES, Bucket, PlanError, Segment, Stream, Wanted, aligned
 from weightsync.regions import Ints, Moves, Regions, intersect
 
 
@@ -82,11 +83,11 @@ class RankPlan:
         return digest_of([*vars(self.moves).values(), self.reader, self.sizes, self.begin])
 
 
-def plan_rank(held: Regions, readers: Readers, bucket_bytes: int) -> RankPlan:
-    """What a rank that holds `held` sends to each reader, in buckets of at most `bucket_bytes`."""
+def plan_rank(held: Regions, readers: Readers, slot_bytes: int) -> RankPlan:
+    """What a rank that holds `held` sends to each reader, in buckets of at most `slot_bytes`."""
     moves = intersect(held, readers.regions)
     moves = moves.take(np.argsort(readers.module[moves.target], kind="stable"))
-    moves = split_large(moves, readers.item_bytes[moves.target], bucket_bytes)
+    moves = split_large(moves, readers.item_bytes[moves.target], slot_bytes)
     sizes = aligned(moves.num_elements * readers.item_bytes[moves.target])
     reader = readers.reader[moves.target]
     ends = np.cumsum(sizes)
@@ -95,22 +96,69 @@ def plan_rank(held: Regions, readers: Readers, bucket_bytes: int) -> RankPlan:
         first, stop = np.searchsorted(reader, [number, number + 1]).tolist()
         while first < stop:
             begin.append(first)
-            room = int(ends[first] - sizes[first]) + bucket_bytes
+            room = int(ends[first] - sizes[first]) + slot_bytes
             first = min(int(np.searchsorted(ends, room, side="right")), stop)
     own = Moves(**{**vars(moves), "target": moves.target - readers.first[moves.target]})
     return RankPlan(moves=own, reader=reader, sizes=sizes, begin=np.array(begin, np.int64))
 
 
-def streams_of(plan: RankPlan, wants: Sequence[Wanted], bucket_bytes: int) -> tuple[Stream, ...]:
-    """The plan as weightsync.plan.plan_streams makes it, for a push to run by."""
-    found = []
-    for reader in np.unique(plan.reader).tolist():
-        own = np.flatnonzero(plan.reader == reader)
-        moves = plan.moves.take(own)
-        modules = [wants[reader].buffers[buffer].module for buffer in moves.target.tolist()]
-        buckets = cut_buckets(moves, plan.sizes[own], modules, bucket_bytes)
-        found.append(Stream(reader=reader, buckets=dict(enumerate(buckets))))
-    return tuple(found)
+def streams_of(plan: RankPlan, wants: Sequence[Wanted]) -> tuple[Stream, ...]:
+    """The plan as a push runs by it: a stream to each reader that anything is sent to."""
+    ends = [*plan.begin.tolist()[1:], len(plan.moves)]
+    buckets: dict[int, dict[int, Bucket]] = {}
+    for begin, end in zip(plan.begin.tolist(), ends, strict=True):
+        reader = int(plan.reader[begin])
+        own = buckets.setdefault(reader, {})
+        own[len(own)] = bucket_of(plan.moves.take(np.arange(begin, end)), plan.sizes[begin:end], wants[reader])
+    return tuple(Stream(reader=reader, buckets=own) for reader, own in buckets.items())
+
+
+def bucket_of(moves: Moves, sizes: Ints, wanted: Wanted) -> Bucket:
+    """Moves in order, of `sizes` bytes, one behind another."""
+    modules = [wanted.buffers[buffer].module for buffer in moves.target.tolist()]
+    changes = [0, *(k for k in range(1, len(modules)) if modules[k] != modules[k - 1]), len(modules)]
+    stops = [0, *np.cumsum(sizes).tolist()]
+    segments = tuple(
+        Segment(module=modules[a], first=a, last=b, begin=stops[a], end=stops[b]) for a, b in pairwise(changes)
+    )
+    return Bucket(moves=moves, offset=np.array(stops[:-1], np.int64), segments=segments, nbytes=stops[-1])
+
+
+def plan_streams(held: Regions, wants: Sequence[Wanted], slot_bytes: int) -> tuple[Stream, ...]:
+    """What a rank that holds `held` sends, to each reader that it has anything for, in buckets of at most
+    `slot_bytes`."""
+    return streams_of(plan_rank(held, join_readers(wants), slot_bytes), wants)
+
+
+def split_large(moves: Moves, item_bytes: Ints, slot_bytes: int) -> Moves:
+    """Moves of more than a bucket cut into such of whole runs, or of parts of a run."""
+    room = (slot_bytes - ALIGN_BYTES) // item_bytes
+    large = moves.num_elements > room
+    if not large.any():
+        return moves
+    found, done = [], 0
+    for n in np.flatnonzero(large).tolist():
+        found.append(moves.take(np.arange(done, n)))
+        done = n + 1
+        count, length = int(moves.count[n]), int(moves.length[n])
+        high, wide = max(1, int(room[n]) // length), min(length, int(room[n]))
+        for run in range(0, count, high):
+            for begin in range(0, length, wide):
+                found.append(submove(moves, n, run, min(high, count - run), begin, min(wide, length - begin)))
+    found.append(moves.take(np.arange(done, len(moves))))
+    return Moves.concat(found)
+
+
+def submove(moves: Moves, n: int, run: int, count: int, begin: int, length: int) -> Moves:
+    """Runs [run, run + count) of move n, of each the elements [begin, begin + length)."""
+    one = moves.take(np.array([n]))
+    shifted = {
+        f"{side}_at": getattr(one, f"{side}_at")
+        + run * getattr(one, f"{side}_row")
+        + begin * getattr(one, f"{side}_col")
+        for side in ("source", "target")
+    }
+    return Moves(**{**vars(one), **shifted, "count": np.array([count]), "length": np.array([length])})
 
 
 class Tally:
@@ -144,12 +192,31 @@ class Tally:
 
     def require_whole(self) -> None:
         """Raises PlanError, naming tensors, unless every element that a reader wants is sent to it exactly once."""
-        for wanted, sent in zip(self._readers.wants, self._sent, strict=True):
-            asked = np.zeros(len(wanted.names), np.int64)
-            np.add.at(asked, wanted.regions.tensor, wanted.regions.num_elements)
-            if len(wrong := np.flatnonzero(sent != asked)):
-                shown = ", ".join(f"{wanted.names[t]} ({sent[t]} of {asked[t]} elements)" for t in wrong[:8])
-                raise PlanError(f"the ranks of the trainer do not hold what an engine wants: {shown}")
+        require_sent(self._readers.wants, list(self._sent))
+
+
+def require_whole(streams: Iterable[Stream], readers: Sequence[Wanted]) -> None:
+    """Raises PlanError, naming tensors, unless every element that a reader wants is sent to it exactly once.
+
+    As what two ranks hold does not overlap, counting is enough.
+    """
+    sent_to = [np.zeros(len(wanted.names), np.int64) for wanted in readers]
+    for stream in streams:
+        for bucket in stream.buckets.values():
+            np.add.at(sent_to[stream.reader], bucket.moves.tensor, bucket.moves.num_elements)
+    require_sent(readers, sent_to)
+
+
+def require_sent(readers: Sequence[Wanted], sent_to: Sequence[Ints]) -> None:
+    """Raises PlanError unless to each reader [tensors] elements were sent as it wants of each."""
+    for wanted, sent in zip(readers, sent_to, strict=True):
+        asked = np.zeros(len(wanted.names), np.int64)
+        np.add.at(asked, wanted.regions.tensor, wanted.regions.num_elements)
+        wrong = np.flatnonzero(sent != asked)
+        if len(wrong):
+            shown = ", ".join(f"{wanted.names[t]} ({sent[t]} of {asked[t]} elements)" for t in wrong[:8])
+            more = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
+            raise PlanError(f"the ranks of the trainer do not hold what an engine wants: {shown}{more}")
 
 
 def distinct(wants: Iterable[Wanted]) -> tuple[list[Wanted], list[int]]:
