@@ -198,6 +198,7 @@ def cluster(launch: Launch) -> Iterator[ForeignCluster]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
+@pytest.mark.slow
 def test_cluster_that_was_joined_survives(launch: Launch, cluster: ForeignCluster) -> None:
     """Two runs on it at once: one finishes its single step, the other gets a Ctrl-C."""
     before = cluster.ask(20)

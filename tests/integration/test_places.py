@@ -22,7 +22,7 @@ from weightsync.record import Folder, layers_alike, record
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
-SLOW = ("untied", "9 heads, 3 kv", "qkv bias")
+SLOW = ("tied", "untied", "9 heads, 3 kv", "qkv bias")
 
 
 @pytest.fixture(scope="module")
@@ -78,24 +78,27 @@ MIXED: dict[str, Any] = {
     "moe_intermediate_size": 64,
     "mlp_only_layers": [1, 4],
 }
+EXPERTS = "experts in some layers"
 DEPTHS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("Qwen3Config", {}),
     "bias": ("Qwen2Config", {"hidden_size": 128}),
-    "experts in some layers": ("Qwen3MoeConfig", MIXED),
+    EXPERTS: ("Qwen3MoeConfig", MIXED),
     "sliding windows in some layers": ("Gemma3TextConfig", {"num_hidden_layers": 7, "sliding_window": 16}),
 }
 
 
-@pytest.mark.parametrize(("tp", "pp", "ep"), [(1, 1, False), (2, 1, False), (2, 1, True), (2, 3, False)])
-@pytest.mark.parametrize("name", DEPTHS)
+ENGINES = [(1, 1, False), (2, 1, False), (2, 1, True), (2, 3, False)]
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "pp", "ep"), [(name, *size) for name in DEPTHS for size in ENGINES if name == EXPERTS or not size[2]]
+)
 def test_recording_layers_that_are_alike_once_equals_recording_all(
     tmp_path: Path, name: str, tp: int, pp: int, ep: bool
 ) -> None:
     from vllm.config import set_current_vllm_config
 
     kind, sizes = DEPTHS[name]
-    if ep and "Moe" not in kind:
-        pytest.skip("it has no experts")
     folder = config_folder(kind, tmp_path / "model", **sizes)
     cfg = config_of(layouts()[0], folder, [(tp, pp)], Channel.shm, tmp_path)
     cfg = replace(cfg, rollout=replace(cfg.rollout, ep=ep))

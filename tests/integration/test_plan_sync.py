@@ -33,6 +33,7 @@ def bare_config(source: Path, out: Path, engines: list[tuple[int, int]]) -> Conf
     return replace(cfg, sync=replace(cfg.sync, bucket_bytes=1 << 16))
 
 
+@pytest.mark.slow  # its halves are compared in test_places and in tests/numerics/test_layout_plan
 def test_plan_without_processes_is_that_of_running_ranks_and_engines(tmp_path: Path) -> None:
     folder = model_folder("experts", 0, tmp_path / "whole")
     cfg = bare_config(folder, tmp_path / "bare", [(2, 1)])
