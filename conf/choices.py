@@ -109,6 +109,17 @@ class Template(Enum):
     plain = "plain"
 
 
+class Quantization(Enum):
+    """What an engine makes of its weights when it loads them, and of those that are pushed: vLLM's online kinds.
+
+    `fp8`: every linear layer. `int8`: the experts.
+    """
+
+    none = "none"
+    fp8 = "fp8"
+    int8 = "int8"
+
+
 class Channel(Enum):
     """How pushed weights travel.
 

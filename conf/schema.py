@@ -24,6 +24,7 @@ from conf.choices import (
     Layout,
     Optimizer,
     PolicyLoss,
+    Quantization,
     Recompute,
     Schedule,
     Template,
@@ -486,6 +487,11 @@ class RolloutConfig:
     temperature: float = option(1.0, "sampling temperature; the trainer scores at the same")
     max_model_len: int = option(512, "longest prompt + completion in tokens")
     dtype: Dtype = option(Dtype.float32, "dtype of the engine's weights and activations")
+    quantization: Quantization = option(
+        Quantization.none,
+        "none, fp8 (linear layers) or int8 (experts), on GPUs: an engine rounds weights that it loads or is pushed; "
+        "needs dtype=bfloat16",
+    )
     tp: list[int] = option([1], "tensor-parallel size: one number for all engines, or one for each")
     pp: list[int] = option([1], "pipeline stages: one number for all engines, or one for each")
     ep: bool = option(
@@ -507,6 +513,11 @@ class RolloutConfig:
         require_range("rollout.", "max_tokens", self.max_tokens, 1)
         require_range("rollout.", "temperature", self.temperature, 0, open_low=True)
         require_range("rollout.", "max_model_len", self.max_model_len, 2)
+        require(
+            self.quantization is Quantization.none or self.dtype is Dtype.bfloat16,
+            f"rollout.quantization={self.quantization.value} with rollout.dtype={self.dtype.value}: vLLM rounds from "
+            "bfloat16; use rollout.dtype=bfloat16",
+        )
         require(
             self.max_tokens < self.max_model_len,
             f"rollout.max_tokens={self.max_tokens} with rollout.max_model_len={self.max_model_len}: "

@@ -14,12 +14,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from conf.choices import Quantization
 from conf.errors import ConfigError
 from conf.schema import Config
 from rl.types import Completion, Sampling
 from weightsync.plan import Item, Link, Seat, Wanted
 
 IDLE_WAIT_S = 0.5
+QUANTIZATIONS = {
+    Quantization.none: None,
+    Quantization.fp8: "fp8",
+    Quantization.int8: "int8_per_channel_weight_only",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -367,6 +373,7 @@ def engine_args(cfg: Config, index: int, device: str, model_path: str) -> Any:
         model=model_path,
         skip_tokenizer_init=True,
         dtype=rollout.dtype.value,
+        quantization=QUANTIZATIONS[rollout.quantization],
         seed=cfg.seed * 1000 + index,
         max_model_len=rollout.max_model_len,
         max_num_seqs=rollout.max_num_seqs,

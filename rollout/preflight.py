@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 
 from actors.compiled import missing_tools
-from conf.choices import Channel, Optimizer
+from conf.choices import Channel, Optimizer, Quantization
 from conf.errors import ConfigError
 from conf.layout import EXPERT_KEYS
 from conf.schema import Config, LoraConfig, RolloutConfig
@@ -135,6 +135,11 @@ def require_engine_sizes(rollout: RolloutConfig, model: Mapping[str, Any]) -> No
                 f"rollout.tp={list(rollout.tp)}: {size} does not divide the vocabulary, which vLLM pads to {padded}"
             )
     experts: Any = next((model[key] for key in EXPERT_KEYS if model.get(key)), None)
+    if rollout.quantization is Quantization.int8 and experts is None:
+        raise ConfigError(
+            f"rollout.quantization=int8: vLLM rounds experts to int8, and a {model.get('model_type')} has none; "
+            "use none"
+        )
     if rollout.ep and experts is None:
         raise ConfigError(
             f"rollout.ep=true: a {model.get('model_type')} has no experts (config.json has none of "
@@ -157,6 +162,11 @@ def require_engine_device(rollout: RolloutConfig, device: str) -> None:
         raise ConfigError(
             "rollout.ep=true on a CPU: vLLM's kernel for experts there knows nothing of experts that are elsewhere, "
             "and its process dies in the first forward; use rollout.ep=false, or GPUs (cluster.device=cuda)"
+        )
+    if rollout.quantization is not Quantization.none and device == "cpu":
+        raise ConfigError(
+            f"rollout.quantization={rollout.quantization.value} on a CPU: vLLM's build for CPUs has no kernel that "
+            "rounds weights as they are loaded; use rollout.quantization=none, or GPUs (cluster.device=cuda)"
         )
 
 

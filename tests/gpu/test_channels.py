@@ -1,13 +1,28 @@
-"""Memory of one GPU between two processes: the same bytes, and digests that find every changed word."""
+"""Pushes on a GPU: memory of it between two processes, and engines that round what they are pushed."""
 
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
+from pathlib import Path
 
 import numpy as np
 import pytest
+import ray
 import torch
 
+from actors.cluster import Cluster
+from conf.choices import Channel, Device, Dtype, Quantization
+from tests.integration.pushes import PROBE, config
+from tests.integration.real import (
+    connect,
+    hf_logprobs,
+    load_hf,
+    random_folder,
+    random_ids,
+    restart,
+    start_engines,
+    start_ranks,
+)
 from weightsync.channels.ipc import DeviceAddress, DeviceRing, DeviceRingReader
 from weightsync.plan import Buffer, PlanError, Wanted
 from weightsync.planner import plan_streams
@@ -60,3 +75,21 @@ def test_every_changed_word_changes_the_digest() -> None:
         assert digest_of(data) != first
         data[place] ^= 1 << (place % 8)
     assert digest_of(data) == first
+
+
+def test_push_into_an_engine_that_rounds_to_fp8(tiny_folder: Path, tmp_path: Path) -> None:
+    start, pushed = (random_folder(tiny_folder, tmp_path / str(seed), seed=seed) for seed in (1, 2))
+    base = config(quantization=Quantization.fp8, dtype=Dtype.bfloat16)
+    on_gpu = replace(base.cluster, device=Device.cuda, gpus_per_rank=0.4, gpus_per_engine=0.4)
+    cfg = replace(base, cluster=on_gpu, sync=replace(base.sync, channel=Channel.ipc))
+    cluster = Cluster(cfg.cluster)
+    try:
+        handles = start_engines(cluster, cfg, start).handles
+        (group,) = start_ranks(cluster, [cfg], start).values()
+        connect(restart(group, cfg, pushed), handles, PROBE).push(1)
+        row = random_ids(5, 60)
+        found = torch.tensor(ray.get(handles[0].actor.probe.remote(row), timeout=60))
+    finally:
+        cluster.stop()
+    near, far = (float((found - hf_logprobs(load_hf(folder), row)).abs().mean()) for folder in (pushed, start))
+    assert near < 0.2 and near < far / 5

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from actors.checkpoint import file_crc, publish
 from actors.resume import resolve_start
-from conf.choices import Advantage, Channel, Layout, Optimizer, Template
+from conf.choices import Advantage, Channel, Dtype, Layout, Optimizer, Quantization, Template
 from conf.errors import ConfigError
 from conf.launch import to_dict
 from conf.schema import (
@@ -524,6 +524,21 @@ def test_expert_parallel_engines_need_experts_and_a_device_that_runs_them() -> N
     require_engine_device(RolloutConfig(tp=[2]), "cpu")
     with pytest.raises(ConfigError, match=r"rollout.ep=true with rollout.tp=\[1\]"):
         RolloutConfig(ep=True)
+
+
+def test_weights_are_rounded_only_where_vllm_can() -> None:
+    fp8, int8 = (
+        RolloutConfig(quantization=kind, dtype=Dtype.bfloat16) for kind in (Quantization.fp8, Quantization.int8)
+    )
+    with pytest.raises(ConfigError, match=r"rollout\.quantization=int8 with rollout\.dtype=float32"):
+        RolloutConfig(quantization=Quantization.int8)
+    for rounded in (fp8, int8):
+        with pytest.raises(ConfigError, match=rf"rollout\.quantization={rounded.quantization.value} on a CPU"):
+            require_engine_device(rounded, "cpu")
+        require_engine_device(rounded, "cuda")
+    with pytest.raises(ConfigError, match=r"rollout\.quantization=int8: .* a qwen3 has none; use none"):
+        require_engine_sizes(int8, {"model_type": "qwen3"})
+    require_engine_sizes(int8, {"model_type": "qwen3_moe", "num_experts": 2})
 
 
 @pytest.mark.parametrize(("tp", "bad"), [([3], 3), ([1, 8], 8)])
