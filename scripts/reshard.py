@@ -66,6 +66,9 @@ def reshard(cfg: Config, source: Path, to: str, out: Path, dtype: str | None) ->
     from weightsync.reshard import write_index, write_target
 
     require_new(out)
+    bucket_bytes = (
+        cfg.sync.bucket_bytes // 3
+    )  # beside a bucket, what it is read from and what it is written to are mapped
     with progress() as phase:
         stored = open_stored(source, dtype, phase("checksums"))
         cfg = replace(cfg, model=replace(cfg.model, path=str(stored.model_files)))
@@ -77,7 +80,7 @@ def reshard(cfg: Config, source: Path, to: str, out: Path, dtype: str | None) ->
             for name, targets in folders.items():
                 copy_model_files(stored.model_files, aside / name)
                 for target in targets:
-                    write_target(aside / name, stored.held, target, cfg.sync.bucket_bytes, copied, checked)
+                    write_target(aside / name, stored.held, target, bucket_bytes, copied, checked)
                 if to == "hf":
                     write_index(aside / name, targets[0])
                     set_dtype(aside / name / "config.json", dtype)
@@ -142,9 +145,12 @@ def set_dtype(path: Path, dtype: str | None) -> None:
 
 
 def require_new(out: Path) -> None:
-    """Raises ConfigError when there is something of this name already."""
+    """Raises ConfigError when there is something of this name already, or no folder that it could be in."""
     if out.exists() or out.is_symlink():
         raise ConfigError(f"--out {out} exists already; name a new folder, or remove it")
+    parent = next(folder for folder in out.absolute().parents if folder.exists())
+    if not parent.is_dir():
+        raise ConfigError(f"--out {out}: {parent} is a file; name a folder")
 
 
 @contextmanager

@@ -72,6 +72,9 @@ def read_entries(path: Path) -> list[Entry]:
         text = file.read(length) if length <= size - 8 else b""
     try:
         described = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{path}: its header cannot be read: it is damaged, or no safetensors file") from error
+    try:
         described.pop("__metadata__", None)
         found = []
         for name, about in described.items():
@@ -90,7 +93,7 @@ def read_entries(path: Path) -> list[Entry]:
                 )
             found.append(entry)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        told = str(error) if isinstance(error, ValueError) and text else "its header cannot be read"
+        told = str(error) if isinstance(error, ValueError) else f"its header is damaged ({error!r})"
         raise ValueError(f"{path}: {told}") from error
     return found
 
