@@ -6,7 +6,7 @@ that would be filled from a folder is not allocated. Everything else, like table
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,8 +16,9 @@ from vllm.distributed import parallel_state
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from weightsync.plan import PlanError, Wanted
+from weightsync.plan import ITEM_BYTES, PlanError, Wanted
 from weightsync.record import Folder, record_alike
+from weightsync.reshard import Place, Target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,3 +164,41 @@ def worker_wants(vllm_config: Any, rank: int, folder: Folder, dtype: str) -> Wan
         standing_in(groups_of(rank, parallel.tensor_parallel_size, parallel.pipeline_parallel_size)),
     ):
         return record_alike(model, folder, dtype)
+
+
+def worker_target(vllm_config: Any, rank: int, folder: Folder) -> Target:
+    """The file from which vLLM's `load_format=sharded_state` loads worker `rank` of an engine.
+
+    It has every tensor of the worker's model under vLLM's name, in the engine's dtype and as vLLM builds it: before its
+    kernels pack anything. Raises PlanError as `record` does, and for tensors that no folder fills.
+    """
+    parallel = vllm_config.parallel_config
+    model = build_worker(vllm_config, rank)
+    state = model.state_dict()
+    shared: dict[int, list[str]] = {}
+    for name, tensor in state.items():
+        shared.setdefault(tensor.untyped_storage()._cdata, []).append(name)
+    # Of tensors that are one, like a tied head and its embedding, vLLM's loader asks for the first by name.
+    first = {name: min(names) for names in shared.values() for name in names}
+    with (
+        set_current_vllm_config(vllm_config),
+        standing_in(groups_of(rank, parallel.tensor_parallel_size, parallel.pipeline_parallel_size)),
+    ):
+        wanted = record_alike(model, folder, "float32")
+    stage, place = divmod(rank, parallel.tensor_parallel_size)
+    piped = f"model-pp-{stage}-tp-{place}-part-0.safetensors"
+    file = piped if parallel.pipeline_parallel_size > 1 else f"model-rank-{place}-part-0.safetensors"
+    names = [first[f"{b.module}.{b.name}" if b.module else b.name] for b in wanted.buffers]
+    buffers, places = [], []
+    for buffer, name in zip(wanted.buffers, names, strict=True):
+        tensor = state[name]
+        if not tensor.is_contiguous() or tensor.storage_offset():
+            raise PlanError(f"the engine keeps {name} in strides {tensor.stride()}, which a file cannot")
+        buffers.append(replace(buffer, dtype=str(tensor.dtype).removeprefix("torch.")))
+        places.append(Place(file=file, name=name, shape=tuple(tensor.shape)))
+    rest = {name: state[name] for name in dict.fromkeys(first.values()) if name not in names and state[name].numel()}
+    strange = [n for n, t in rest.items() if t.is_meta or str(t.dtype).removeprefix("torch.") not in ITEM_BYTES]
+    if strange:
+        raise PlanError(f"the folder does not fill these of the engine's tensors, or they have no value: {strange[:8]}")
+    fixed = tuple((Place(file=file, name=name, shape=tuple(t.shape)), t.detach()) for name, t in rest.items())
+    return Target(wanted=replace(wanted, buffers=tuple(buffers)), places=tuple(places), fixed=fixed)

@@ -77,6 +77,16 @@ def fill(memory: torch.Tensor, bucket: Bucket, sources: Sequence[Read], wanted: 
     return tuple(signed)
 
 
+def spread(memory: torch.Tensor, bucket: Bucket, targets: Sequence[Read], wanted: Wanted) -> None:
+    """The inverse of `fill`: copies what is sent of a bucket from its bytes to where it belongs in the targets."""
+    m = bucket.moves
+    target, at, row, col = (x.tolist() for x in (m.target, m.target_at, m.target_row, m.target_col))
+    count, length, offset = m.count.tolist(), m.length.tolist(), bucket.offset.tolist()
+    for k in (k for s in bucket.segments for k in range(s.first, s.last)):
+        piece = piece_of(memory, wanted, target[k], offset[k], count[k] * length[k]).view(count[k], length[k])
+        targets[target[k]](at[k], row[k], col[k], count[k], length[k]).copy_(piece)
+
+
 def piece_of(memory: torch.Tensor, wanted: Wanted, buffer: int, offset: int, num_elements: int) -> torch.Tensor:
     """[num_elements] of a move's elements in a bucket's bytes."""
     dtype: torch.dtype = getattr(torch, wanted.buffers[buffer].dtype)

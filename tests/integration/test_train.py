@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from scripts.prepare_model import PrepareError, prepare_smollm2
+from scripts.reshard import reshard
 from tests.integration.scripts import ROOT, Job, read_json, read_lines, run_folder, start, training_state, wait_all
+from tests.unit.stand_ins import make_cfg
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -124,7 +127,7 @@ def test_run_draws_each_prompt_once_and_records_every_sample(short: Job) -> None
     assert {sample["status"] for sample in samples} == {"ok"}
 
 
-def test_exported_model_is_the_checkpoint_and_loads(short: Job) -> None:
+def test_exported_model_is_the_checkpoint_and_loads(short: Job, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     run = run_folder(short.folder)
@@ -138,6 +141,10 @@ def test_exported_model_is_the_checkpoint_and_loads(short: Job) -> None:
         assert torch.equal(parameter, state[f"{name}|master"])
     assert manifest["roles"]["policy"]["optimizer_step"] == manifest["step"] == 3
     assert manifest["run_state"]["prompts_consumed"] == 3 * PROMPTS
+    reshard(make_cfg(), run, "hf", tmp_path / "resharded", None)
+    exported, resharded = load_file(run / "hf/model.safetensors"), load_file(next(tmp_path.glob("*/*.safetensors")))
+    assert exported.keys() == resharded.keys()
+    assert all(torch.equal(resharded[name], tensor) for name, tensor in exported.items())
 
 
 def wandb_ids(run: Path) -> list[str]:

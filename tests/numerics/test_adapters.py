@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from actors.checkpoint import export_hf
+from actors.checkpoint import copy_model_files, export_hf
 from actors.group import RankGroup
 from actors.lora import add_adapters
 from actors.roles import ActorPolicy, ActorReference
@@ -18,6 +18,7 @@ from conf.launch import to_dict
 from conf.schema import Config, LoraConfig
 from rl.run_folder import write_json
 from rl.types import Batch
+from scripts.reshard import reshard
 from tests.integration.real import export, load_hf, restart, start_ranks, started_cluster
 from tests.numerics.plain import PlainPolicy, all_logprobs
 from tests.numerics.recipes import TEMPERATURE, TOLERANCE, config, ragged_batch
@@ -110,10 +111,14 @@ def test_checkpoint_holds_the_adapters_alone_and_continues_at_another_stage(
     manifest = {"format": 2, "step": 1, "files": entries, "run_state": {}, "config": to_dict(cfg), "base": str(folder)}
     write_json(out / "manifest.json", manifest | {"roles": {"policy": group.call("state")[0]}})
     merged = load_file(export(policy, folder, tmp_path / "hf") / "model.safetensors")
-    (out / "model").mkdir()
+    copy_model_files(folder, out / "model")
     from_checkpoint = load_file(export_hf(out, tmp_path / "exported") / "model.safetensors")
     for name, tensor in merged.items():
         torch.testing.assert_close(from_checkpoint[name], tensor, atol=1e-6, rtol=1e-5)
+    reshard(cfg, out, "hf", tmp_path / "resharded", None)
+    resharded = load_file(tmp_path / "resharded/model-00001-of-00001.safetensors")
+    assert resharded.keys() == from_checkpoint.keys()
+    assert all(torch.equal(resharded[name], tensor) for name, tensor in from_checkpoint.items())
     wanted = policy.update(batch, 2, 1)
     second = restart(group, lora_config(read), folder)
     second.group.call("load", str(out))

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 
 from rl.faults import SyncError
+from weightsync.files import Entry, header_of
 from weightsync.plan import ITEM_BYTES, Bucket, Buffer, Wanted, aligned
 from weightsync.regions import Regions
 
 FILE_BYTES = 5 << 30  # tensors of at most so many bytes in a file, unless one alone is larger
 KEPT = 2  # versions, and all since the last whole one
-HEADER_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,22 +101,11 @@ def files_of(address: FolderAddress, modules: Collection[str] | None) -> list[Fi
             used += size
     files = []
     for index, numbers in enumerate(groups):
-        described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        offsets, end = {}, 0
-        for number in numbers:
-            buffer, shape = address.buffers[number], address.shapes[number]
-            offsets[number] = end
-            end += math.prod(shape) * ITEM_BYTES[buffer.dtype]
-            described[buffer.name] = {
-                "dtype": HEADER_DTYPES[buffer.dtype],
-                "shape": list(shape),
-                "data_offsets": [offsets[number], end],
-            }
-        text = json.dumps(described).encode()
-        text += b" " * (-len(text) % 8)
-        header = len(text).to_bytes(8, "little") + text
+        buffers = [(address.buffers[number], address.shapes[number]) for number in numbers]
+        header, placed = header_of([Entry(name=b.name, dtype=b.dtype, shape=shape) for b, shape in buffers])
+        offsets = {number: entry.offset for number, entry in zip(numbers, placed, strict=True)}
         name = f"model-{index + 1:05d}-of-{len(groups):05d}.safetensors"
-        files.append(File(name=name, header=header, offsets={n: len(header) + at for n, at in offsets.items()}))
+        files.append(File(name=name, header=header, offsets=offsets))
     return files
 
 

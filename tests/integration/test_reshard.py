@@ -1,0 +1,241 @@
+"""Files resharded between layouts hold what ranks and workers of these layouts hold; vLLM itself loads them.
+
+What is right is computed anew: by cutting whole tensors with torch, and by vLLM's own weight loaders on real tensors.
+"""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from actors.layout_plan import trained_model
+from conf.choices import Channel
+from conf.schema import ClusterConfig, Config, LoraConfig, RolloutConfig, SyncConfig, TrainerConfig
+from rollout.engine import engine_config
+from scripts.benchmarks.sync_matrix import config_of, layouts, model_folder
+from scripts.reshard import main, reshard
+from tests.integration.real import hf_logprobs, load_hf, random_folder, random_ids
+from tests.integration.scripts import ROOT
+from weightsync.held import held_regions
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+
+BUCKET_BYTES = 1 << 16
+
+
+def config(ranks: int = 1, **trainer: Any) -> Config:
+    return Config(
+        prompts_per_step=24,  # rows for every number of ranks
+        trainer=TrainerConfig(**trainer),
+        rollout=RolloutConfig(max_model_len=128, max_tokens=16),
+        sync=SyncConfig(bucket_bytes=BUCKET_BYTES),
+        cluster=ClusterConfig(train_ranks=ranks),
+    )
+
+
+@pytest.fixture(scope="module")
+def folders(tiny_folder: Path, tiny_moe_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {
+        "dense": random_folder(tiny_folder, root / "dense", seed=1),
+        "moe": random_folder(tiny_moe_folder, root / "moe", seed=1),
+    }
+
+
+def whole(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        found |= load_file(path)
+    return found
+
+
+LAYOUTS: list[tuple[str, int, dict[str, Any]]] = [
+    ("dense", 8, {"zero_stage": 3}),
+    ("dense", 3, {"zero_stage": 3}),
+    ("dense", 4, {"zero_stage": 1, "tp": 2}),
+    ("dense", 2, {"zero_stage": 0}),
+    ("moe", 4, {"zero_stage": 3, "ep": 2}),
+    ("moe", 4, {"zero_stage": 2, "ep": 4}),
+]
+
+
+@pytest.mark.parametrize(("kind", "ranks", "spread"), LAYOUTS)
+def test_train_layout_holds_what_its_ranks_hold_and_goes_back_bit_for_bit(
+    folders: dict[str, Path], tmp_path: Path, kind: str, ranks: int, spread: dict[str, Any]
+) -> None:
+    cfg, source = config(ranks, **spread), folders[kind]
+    reshard(cfg, source, "train-layout", tmp_path / "ranks", None)
+    live = whole(source)
+    model = trained_model(str(source), cfg.train_layout, LoraConfig())
+    names = tuple(model.shapes)
+    for rank in range(ranks):
+        file = load_file(tmp_path / f"ranks/rank-{rank:05d}.safetensors")
+        assert file.keys() == {parameter.name for parameter in model.parameters}
+        shares = model.shares(rank)
+        rows = held_regions(model.parameters, shares)
+        for n in range(len(rows)):
+            r = {key: int(column[n]) for key, column in vars(rows).items()}
+            step = np.arange(r["count"])[:, None], np.arange(r["length"])[None]
+            flat, part = live[names[r["tensor"]]].flatten(), file[model.parameters[r["buffer"]].name].flatten()
+            mine = part[r["at"] + step[0] * r["row"] + step[1] * r["col"]]
+            assert torch.equal(mine, flat[r["start"] + step[0] * r["stride"] + step[1]])
+        for parameter, share in zip(model.parameters, shares, strict=True):
+            if parameter.name in live:  # cut as ZeRO and tensor parallelism cut
+                cut = live[parameter.name].chunk(share.parts, share.dim)[share.part]
+                if share.numel is not None:
+                    size = share.numel * ranks // share.parts
+                    cut = torch.nn.functional.pad(cut.flatten(), (0, size - cut.numel()))
+                    cut = cut[share.partition * share.numel :][: share.numel]
+                assert torch.equal(file[parameter.name], cut), parameter.name
+    again = config()
+    reshard(again, tmp_path / "ranks", "hf", tmp_path / "back", None)
+    reshard(again, source, "hf", tmp_path / "straight", None)
+    for path in (tmp_path / "straight").iterdir():
+        assert (tmp_path / "back" / path.name).read_bytes() == path.read_bytes()
+    back = whole(tmp_path / "back")
+    assert back.keys() == live.keys() and all(torch.equal(back[name], live[name]) for name in live)
+
+
+ENGINES = [
+    ("tied", 2, 1),
+    ("experts", 2, 1),
+    ("9 heads, 3 kv", 3, 1),
+    ("untied", 1, 2),
+    ("qkv bias", 2, 1),
+]
+
+
+@pytest.mark.parametrize(("name", "tp", "pp"), ENGINES)
+def test_vllm_layout_holds_what_vllms_own_loading_gives_each_worker(
+    tmp_path: Path, name: str, tp: int, pp: int
+) -> None:
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    from weightsync.places import groups_of, standing_in
+
+    source = model_folder(name, 0, tmp_path / "model")
+    cfg = config_of(layouts()[0], source, [(tp, pp)], Channel.shm, tmp_path)
+    reshard(cfg, source, "vllm-layout", tmp_path / "out", None)
+    live, found = whole(source), sorted((tmp_path / "out").glob("*.safetensors"))
+    assert len(found) == tp * pp
+    for rank, path in enumerate(found):
+        settings = engine_config(cfg, 0, str(source))
+        settings.parallel_config.rank = rank
+        with (
+            set_current_vllm_config(settings),
+            standing_in(groups_of(rank, tp, pp)),
+            set_default_torch_dtype(torch.float32),
+            torch.device("cpu"),
+            torch.no_grad(),
+        ):
+            model = initialize_model(vllm_config=settings, model_config=settings.model_config)
+            for tensor in model.parameters():
+                tensor.zero_()
+            model.load_weights(iter(live.items()))
+        state, file = model.state_dict(), load_file(path)
+        storages = {tensor.untyped_storage().data_ptr() for tensor in state.values()}
+        assert len(file) == len(storages) and file.keys() <= state.keys()
+        for key, tensor in file.items():
+            assert tensor.shape == state[key].shape and torch.equal(tensor, state[key]), key
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_engines_that_load_vllm_layouts_by_sharded_state_score_as_transformers(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    named = []
+    for kind, tp, pp in (("dense", 1, 1), ("dense", 2, 1), ("moe", 2, 1), ("dense", 1, 2)):
+        out, cfg = tmp_path / f"{kind}-{tp}-{pp}", config()
+        cfg = replace(cfg, rollout=replace(cfg.rollout, tp=[tp], pp=[pp]))
+        reshard(cfg, folders[kind], "vllm-layout", out, None)
+        named.append((kind, f"{out}:{tp}:{pp}"))
+    row = random_ids(3, 40)
+    command = [sys.executable, "-m", "tests.integration.sharded_state", json.dumps(row), *(text for _, text in named)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=550)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for (kind, text), logprobs in zip(named, json.loads(done.stdout.splitlines()[-1]), strict=True):
+        gap = (hf_logprobs(load_hf(folders[kind]), row) - torch.tensor(logprobs)).abs().max()
+        assert float(gap) < 1e-4, f"{text}: {gap}"
+
+
+# arguments after the source, pieces of the message
+REFUSED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "no kind": (("--out", "new"), ("--to must be given", "hf|train-layout|vllm-layout")),
+    "unknown kind": (("--to", "gguf", "--out", "new"), ("--to", "'gguf'", "train-layout")),
+    "unknown dtype": (("--to", "hf", "--out", "new", "--dtype", "int4"), ("--dtype", "'int4'", "bfloat16")),
+    "out is there": (("--to", "hf", "--out", "there"), ("--out there exists already",)),
+    "out is under a file": (("--to", "hf", "--out", "file/new"), ("--out file/new: ", "/file is a file")),
+    "illegal layout": (
+        ("--to", "train-layout", "--out", "new", "trainer.tp=2", "trainer.zero_stage=3", "cluster.train_ranks=2"),
+        ("trainer.tp=2 with trainer.zero_stage=3",),
+    ),
+    "layout that does not fit": (
+        ("--to", "train-layout", "--out", "new", "trainer.tp=4", "cluster.train_ranks=4"),
+        ("trainer.tp=4: does not divide the model's 2 kv heads",),
+    ),
+    "engine that does not fit": (
+        ("--to", "vllm-layout", "--out", "new", "rollout.tp=[3]"),
+        ("rollout.tp=[3]: 3 does not divide the model's 4 attention heads",),
+    ),
+    "adapters": (("--to", "train-layout", "--out", "new", "lora.rank=2"), ("lora.rank=2: adapters are merged",)),
+    "misspelt key": (("--to", "hf", "--out", "new", "sync.bucket=1"), ("sync.bucket=1", "nearest: sync.bucket_bytes")),
+}
+
+
+def refuse(source: str, arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line with which a command line is refused."""
+    with pytest.raises(SystemExit) as ended:
+        main([source, *arguments])
+    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("configuration error: ")]
+    assert ended.value.code == 2 and len(told) == 1
+    return told[0]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_bad_input_ends_with_one_line_and_leaves_nothing(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("there").mkdir()
+    Path("file").write_text("")
+    told = refuse(str(folders["dense"]), REFUSED[name][0], capsys)
+    assert all(piece in told for piece in REFUSED[name][1]), told
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "there"]
+
+
+def test_full_disk_names_the_file_and_leaves_nothing(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    told = refuse(str(folders["dense"]), ("--to", "hf", "--out", str(tmp_path / "new")), capsys)
+    assert "model-00001-of-00001.safetensors: No space left on device" in told
+    assert not list(tmp_path.iterdir())
+
+
+def test_rank_file_that_is_damaged_or_missing_is_named(folders: dict[str, Path], tmp_path: Path, capsys: Any) -> None:
+    ranks, out = tmp_path / "ranks", str(tmp_path / "new")
+    reshard(config(2, zero_stage=3), folders["dense"], "train-layout", ranks, None)
+    path = ranks / "rank-00001.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+    assert "rank-00001.safetensors has crc" in refuse(str(ranks), ("--to", "hf", "--out", out), capsys)
+    path.unlink()
+    assert "rank-00001.safetensors has -1 bytes" in refuse(str(ranks), ("--to", "hf", "--out", out), capsys)
+    (ranks / "rank-00000.json").write_text("{}")
+    assert "a rank's JSON is damaged" in refuse(str(ranks), ("--to", "hf", "--out", out), capsys)
