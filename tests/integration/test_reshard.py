@@ -106,17 +106,18 @@ def test_train_layout_holds_what_its_ranks_hold_and_goes_back_bit_for_bit(
 
 
 ENGINES = [
-    ("tied", 2, 1),
-    ("experts", 2, 1),
-    ("9 heads, 3 kv", 3, 1),
-    ("untied", 1, 2),
-    ("qkv bias", 2, 1),
+    ("tied", 2, 1, False),
+    ("experts", 2, 1, False),
+    ("experts", 2, 1, True),
+    ("9 heads, 3 kv", 3, 1, False),
+    ("untied", 1, 2, False),
+    ("qkv bias", 2, 1, False),
 ]
 
 
-@pytest.mark.parametrize(("name", "tp", "pp"), ENGINES)
+@pytest.mark.parametrize(("name", "tp", "pp", "ep"), ENGINES)
 def test_vllm_layout_holds_what_vllms_own_loading_gives_each_worker(
-    tmp_path: Path, name: str, tp: int, pp: int
+    tmp_path: Path, name: str, tp: int, pp: int, ep: bool
 ) -> None:
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.utils import initialize_model
@@ -126,6 +127,7 @@ def test_vllm_layout_holds_what_vllms_own_loading_gives_each_worker(
 
     source = model_folder(name, 0, tmp_path / "model")
     cfg = config_of(layouts()[0], source, [(tp, pp)], Channel.shm, tmp_path)
+    cfg = replace(cfg, rollout=replace(cfg.rollout, ep=ep))
     reshard(cfg, source, "vllm-layout", tmp_path / "out", None)
     live, found = whole(source), sorted((tmp_path / "out").glob("*.safetensors"))
     assert len(found) == tp * pp
