@@ -29,7 +29,7 @@ from weightsync.plan import TWO_DRIVERS, Item, Link, Turn, Wanted
 from weightsync.planner import RankPlan, join_readers, plan_rank, streams_of
 from weightsync.saved_plan import Key, load_plan
 from weightsync.sender import NUM_SLOTS, Read, Sender
-from weightsync.sync import VERSIONS_KEPT
+from weightsync.sides import VERSIONS_KEPT
 
 SCORES = ("logprobs", "entropy", "divergence")  # what a forward of actors.forward.Scorer gives, in its order
 

@@ -74,16 +74,16 @@ class ActorPolicy:
 
     @property
     def dtype(self) -> str:
-        """As weightsync.sync.Source."""
+        """As weightsync.sides.Source."""
         return self.cfg.trainer.dtype.value
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """As weightsync.sync.Source."""
+        """As weightsync.sides.Source."""
         found: dict[str, tuple[int, ...]] = self.group.call("shapes")[0]
         return found
 
     def plan(self, readers: list[Wanted], sizes: list[int], name: str) -> list[Link]:
-        """As weightsync.sync.Source."""
+        """As weightsync.sides.Source."""
         host, port = "", 0
         if self.cfg.sync.channel is Channel.collective:
             host = self.group.cluster.host_of(self.group.actors[0])
@@ -91,31 +91,31 @@ class ActorPolicy:
         return self.group.call("plan_sync", readers, sizes, host, port, name)
 
     def connect(self) -> Future[Any]:
-        """As weightsync.sync.Source."""
+        """As weightsync.sides.Source."""
         return self.group.begin("connect_sync")
 
     def take(self, version: int) -> Future[Any]:
-        """As weightsync.sync.Source."""
+        """As weightsync.sides.Source."""
         return self.group.begin("take_snapshot", version)
 
     def changed(self, version: int) -> Future[list[list[str]]]:
-        """As weightsync.sync.Source."""
+        """As weightsync.sides.Source."""
         return self.group.begin("changed_modules", version)
 
     def begin_push(self, name: str, version: int, modules: list[str] | None) -> Future[Any]:
-        """As weightsync.sync.Source."""
+        """As weightsync.sides.Source."""
         return self.group.begin("begin_push", name, version, modules)
 
     def pack(self, turns: list[Turn | None]) -> Future[list[Item | None]]:
-        """As weightsync.sync.Source."""
+        """As weightsync.sides.Source."""
         return self.group.begin("pack", turns, beside=self.cfg.sync.snapshot)
 
     def end_push(self, version: int) -> Future[Any]:
-        """As weightsync.sync.Source."""
+        """As weightsync.sides.Source."""
         return self.group.begin("end_push", version, beside=self.cfg.sync.snapshot)
 
     def probe(self, row: list[int]) -> Future[list[float]]:
-        """As weightsync.sync.Source."""
+        """As weightsync.sides.Source."""
         scored = self.group.begin("probe", row)
         return in_thread(lambda: scored.result()[0])
 

@@ -104,7 +104,7 @@ class RolloutEngine:
             outcomes.append(self._done.get_nowait())
         return outcomes
 
-    # -- weight updates: as weightsync.sync.Sink --
+    # -- weight updates: as weightsync.sides.Sink --
 
     async def wanted(self, shapes: dict[str, tuple[int, ...]], dtype: str) -> list[Wanted]:
         """What each worker wants of tensors of these shapes; checks them against the model."""

@@ -29,7 +29,7 @@ class EngineHandle:
         return self.actor.start.remote(*self._start)
 
     def restart(self) -> Future[Any]:
-        """As weightsync.sync.Sink. Requests that it had are lost."""
+        """As weightsync.sides.Sink. Requests that it had are lost."""
         ray.kill(self.actor)
         self.actor = self._make()
         self.generation += 1

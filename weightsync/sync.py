@@ -7,177 +7,23 @@ restarted and gets another; fails it then too, it is given up.
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from itertools import islice, zip_longest
-from typing import Any, Protocol
-
-import torch
+from typing import Any
 
 from conf.choices import Channel
 from conf.schema import SyncConfig
 from rl.faults import RoleError, SyncError, reason_of
 from rl.roles import Metrics
 from weightsync.channels.disk import folder_wanted
-from weightsync.plan import TWO_DRIVERS, Item, Link, Seat, Turn, Wanted, fingerprint, narrowed, turns_of
+from weightsync.plan import TWO_DRIVERS, Item, Link, Seat, Wanted, fingerprint, narrowed, turns_of
 from weightsync.planner import distinct, require_whole
+from weightsync.report import Delivery, SyncReport, memcpy_gb_s
+from weightsync.sides import VERSIONS_KEPT, Sink, Source
 
 TRAINER = "the policy's ranks"
 Held = dict[tuple[int, int, int], int]  # digests by (rank, bucket, segment)
-COPIED_BYTES = 32 << 20  # beyond the caches of most machines
-PHASES = ("snapshot", "detect", "pause", "begin", "transfer", "finish", "probe", "resume")
-VERSIONS_KEPT = 2  # of which the trainer remembers log-probabilities, and weights with sync.snapshot
-
-
-class Source(Protocol):
-    """The policy's ranks. Calls return futures, so that packing and loading overlap."""
-
-    @property
-    def dtype(self) -> str: ...
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor of the model folder: name -> shape."""
-        ...
-
-    def plan(self, readers: list[Wanted], sizes: list[int], name: str) -> list[Link]:
-        """Has every rank plan what it sends to whom. `sizes`: workers of each reader; `name`: of this connection."""
-        ...
-
-    def connect(self) -> Future[Any]:
-        """Has every rank meet its readers, who are connecting too."""
-        ...
-
-    def take(self, version: int) -> Future[Any]:
-        """Copies the live weights, as those of `version`; two versions are kept (sync.snapshot)."""
-        ...
-
-    def changed(self, version: int) -> Future[list[list[str]]]:
-        """For each rank the modules of which it has something that it has not sent."""
-        ...
-
-    def begin_push(self, name: str, version: int, modules: list[str] | None) -> Future[Any]:
-        """A push of these modules begins: of the live weights, or with sync.snapshot of the copy of that version."""
-        ...
-
-    def pack(self, turns: list[Turn | None]) -> Future[list[Item | None]]:
-        """Has every rank send one of its buckets, or none. What was packed two calls ago must have been read."""
-        ...
-
-    def end_push(self, version: int) -> Future[Any]:
-        """Every engine that is left has everything."""
-        ...
-
-    def probe(self, row: list[int]) -> Future[list[float]]:
-        """Log-probabilities, at temperature 1, of each token of `row` but the first."""
-        ...
-
-
-class Sink(Protocol):
-    """One engine. A failed call leaves it paused."""
-
-    name: str
-
-    def wanted(self, shapes: dict[str, tuple[int, ...]], dtype: str) -> Future[list[Wanted]]:
-        """What each of its workers wants."""
-        ...
-
-    def connect(self, name: str, seats: list[Seat], links: list[Link]) -> Future[list[set[tuple[int, int]]]]:
-        """Gives each worker its place, and tells what the ranks will send; which buckets (rank, number) each reads."""
-        ...
-
-    def pause(self) -> Future[Any]:
-        """Stops stepping (requests stay) and clears every cache that was computed with the old weights."""
-        ...
-
-    def begin_update(self, name: str, version: int, modules: list[str] | None) -> Future[Any]:
-        """Prepares for a push over the connection `name`, which must be its last one."""
-        ...
-
-    def load(self, items: list[Item]) -> Future[Any]: ...
-
-    def finish_update(self, version: int) -> Future[list[str]]:
-        """Gives each worker's fingerprint of what has arrived."""
-        ...
-
-    def probe(self, row: list[int]) -> Future[list[float]]: ...
-
-    def resume(self) -> Future[Any]: ...
-
-    def restart(self) -> Future[Any]:
-        """Ends it, whatever it does, and starts it again with its model folder's weights, paused."""
-        ...
-
-    def stop(self) -> None:
-        """Ends it: nobody will bring it back."""
-        ...
-
-
-@dataclass(kw_only=True)
-class SyncReport:
-    """What one push did. Times are seconds; `modules` counts those sent, of `num_modules`."""
-
-    version: int
-    num_bytes: int = 0
-    modules: int = 0
-    num_modules: int = 0
-    probe_max: float = 0.0
-    memcpy_gb_s: float = 0.0  # of this host, for comparison
-    phase_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
-    verified: list[str] = field(default_factory=list)
-    paused: dict[str, float] = field(default_factory=dict)  # since when, by the monotonic clock
-    stall_s: dict[str, float] = field(default_factory=dict)
-    resent: list[str] = field(default_factory=list)
-    restarted: list[str] = field(default_factory=list)
-    lost: dict[str, str] = field(default_factory=dict)
-
-    def metrics(self) -> Metrics:
-        """For the logs."""
-        return {
-            "sync/bytes": float(self.num_bytes),
-            "sync/changed": self.modules / max(1, self.num_modules),
-            "sync/gb_s": self.gb_s,
-            "sync/memcpy_ratio": self.gb_s / max(1e-9, self.memcpy_gb_s),
-            "sync/probe_max": self.probe_max,
-            "sync/stall_s": max(self.stall_s.values(), default=0.0),
-            "sync/num_verified": float(len(self.verified)),
-            "sync/num_resent": float(len(self.resent)),
-            "sync/num_restarted": float(len(self.restarted)),
-            "sync/num_lost": float(len(self.lost)),
-            **{f"sync/{phase}_s": seconds for phase, seconds in self.phase_s.items()},
-        }
-
-    @property
-    def gb_s(self) -> float:
-        return self.num_bytes / 1e9 / max(1e-9, self.phase_s["transfer"] + self.phase_s["finish"])
-
-    @contextmanager
-    def timed(self, phase: str) -> Iterator[None]:
-        """Adds what happens inside to the seconds of a phase."""
-        started = time.monotonic()
-        try:
-            yield
-        finally:
-            self.phase_s[phase] += time.monotonic() - started
-
-
-@dataclass(kw_only=True)
-class Delivery:
-    """One push to some engines: who is still in it, who failed and why, and who was cut off by another's failure."""
-
-    left: list[Sink]
-    failed: dict[str, str] = field(default_factory=dict)
-    cut_off: list[Sink] = field(default_factory=list)
-
-    def drop(self, down: dict[str, str], cuts_off: bool = False) -> None:
-        """Some engines have failed. `cuts_off`: no bytes reach the others any more either."""
-        self.failed |= down
-        rest = [sink for sink in self.left if sink.name not in down]
-        if down and cuts_off:
-            self.cut_off += rest
-            rest = []
-        self.left = rest
 
 
 class WeightSync:
@@ -563,14 +409,3 @@ def in_thread(work: Callable[[], Metrics], name: str) -> Future[Metrics]:
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return future
-
-
-def memcpy_gb_s() -> float:
-    """How fast this process copies memory that is mapped already: the best of three."""
-    source, target = torch.ones(COPIED_BYTES, dtype=torch.uint8), torch.zeros(COPIED_BYTES, dtype=torch.uint8)
-    best = float("inf")
-    for _ in range(3):
-        started = time.monotonic()
-        target.copy_(source)
-        best = min(best, time.monotonic() - started)
-    return COPIED_BYTES / 1e9 / max(best, 1e-9)

@@ -287,7 +287,7 @@ def whole_tensors(shapes: dict[str, tuple[int, ...]]) -> Regions:
 
 
 class TinySource:
-    """weightsync.sync.Source: packs a TinyLm into a real ring."""
+    """weightsync.sides.Source: packs a TinyLm into a real ring."""
 
     def __init__(self, lm: TinyLm):
         self.lm, self.dtype = lm, "float32"
