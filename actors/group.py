@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -93,6 +94,8 @@ class RankGroup:
         self.layout = layout_of(cfg, role, trained=spec is not None)
         self.threads = cfg.trainer.num_threads or max(1, cluster.cores // self.world)
         self.owned = beside is None
+        # Two threads may call; every rank must get their calls in the same order.
+        self._submitting: threading.Lock = threading.Lock() if beside is None else beside._submitting
         self.actors: list[Any] = beside.actors if beside is not None else self._make_actors()
         self.names = [f"{role} rank {rank}" for rank in range(self.world)]
         self._args = (model_path, spec)
@@ -173,7 +176,8 @@ class RankGroup:
         `beside`: in a thread of its own, while the rank does something else.
         """
         group = BESIDE if beside else None
-        return [actor.call.options(concurrency_group=group).remote(self.role, method, *args) for actor in self.actors]
+        with self._submitting:
+            return [a.call.options(concurrency_group=group).remote(self.role, method, *args) for a in self.actors]
 
     def call(self, method: str, *args: Any) -> list[Any]:
         """Calls `method` on every rank with the same arguments; returns the ranks' results."""
@@ -188,7 +192,8 @@ class RankGroup:
         """As `call`, with a first argument of its own for each replica; returns the result of each one's first rank."""
         own = [ray.put(argument) for argument in per_replica]
         mine = [self.layout.replica_of(rank) for rank in range(self.world)]
-        refs = [a.call.remote(self.role, method, own[r], *args) for a, r in zip(self.actors, mine, strict=True)]
+        with self._submitting:
+            refs = [a.call.remote(self.role, method, own[r], *args) for a, r in zip(self.actors, mine, strict=True)]
         found = self._wait(method, refs)
         return [found[mine.index(replica)] for replica in range(self.replicas)]
 

@@ -24,7 +24,8 @@ KINDS: dict[str, type[Rank]] = {
 
 # The phase of the loop to which a call belongs, and of the role's state what it needs; all others need everything.
 SCORING = ("logprobs", "logprobs_and_routes", "base_logprobs", "top_logprobs", "values", "scores")
-PHASES = dict.fromkeys(SCORING, "score") | {"update": "update", "pack": "sync", "probe": "sync"}
+PHASES = dict.fromkeys(SCORING, "score") | {"update": "update"}
+PHASES |= dict.fromkeys(("take_snapshot", "pack", "probe"), "sync")
 NEEDS: dict[str, tuple[str, ...]] = dict.fromkeys((*SCORING, "pack", "probe", "export"), ("parameters",))
 NEEDS |= dict.fromkeys(("take_snapshot", "changed_modules", "begin_push"), ("parameters",))
 NEEDS |= dict.fromkeys(("shapes", "serve_sync", "plan_sync", "connect_sync", "end_push"), ())  # names and shapes

@@ -167,7 +167,7 @@ class PolicyRank(Rank):
         """Opens a store on `host`, where rank 0 is, for the groups of ranks and engines to meet in; rank 0's port."""
         if self.rank > 0:
             return 0
-        self._store = serve(host, self.cfg.sync.timeout_s)
+        self._store = serve(host, self.cfg.sync_patience_s)
         return int(self._store.port)
 
     def plan_sync(self, readers: list[Wanted], sizes: list[int], host: str, port: int, name: str) -> Link:
@@ -193,7 +193,7 @@ class PolicyRank(Rank):
                 slot_bytes=slot_bytes,
                 sizes=tuple(sizes),
                 readers=tuple(stream.reader for stream in streams),
-                timeout_s=sync.timeout_s,
+                timeout_s=self.cfg.sync_patience_s,
             )
             outlet = Broadcaster(address, NUM_SLOTS)
         else:
@@ -264,24 +264,27 @@ class PolicyRank(Rank):
 
         Raises SyncError when the ranks have planned for another connection since.
         """
-        assert self._sender is not None
-        if name != self._connection:
+        self._sender_of(name).begin(self._sources(version), version, modules)
+
+    def _sender_of(self, name: str) -> Sender:
+        """The sender, if it plans for the connection of this name."""
+        if self._sender is None or name != self._connection:
             raise SyncError(
                 f"another weight sync has planned with these ranks (connection {self._connection}, this push uses "
                 f"{name}): {TWO_DRIVERS}"
             )
-        self._sender.begin(self._sources(version), version, modules)
+        return self._sender
 
     def _sources(self, version: int) -> list[Read]:
         """How to read what this rank holds of a version: the live weights, or with sync.snapshot their copy."""
         return self._snapshots[version].reads if self.cfg.sync.snapshot else sources_of(self.engine)
 
     @torch.no_grad()
-    def pack(self, turns: list[Turn | None]) -> Item | None:
-        """Sends this rank's bucket of a round; `turns` has that of each rank, or None."""
-        assert self._sender is not None
-        turn = turns[self.rank]
-        return None if turn is None else self._sender.pack(turn)
+    def pack(self, name: str, turns: list[Turn | None]) -> Item | None:
+        """Sends this rank's bucket of a round; `turns` has that of each rank, or None. Raises SyncError as
+        `begin_push`."""
+        sender, turn = self._sender_of(name), turns[self.rank]
+        return None if turn is None else sender.pack(turn)
 
     def end_push(self, version: int) -> None:
         """Every engine that is left has everything."""

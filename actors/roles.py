@@ -106,9 +106,9 @@ class ActorPolicy:
         """As weightsync.sides.Source."""
         return self.group.begin("begin_push", name, version, modules)
 
-    def pack(self, turns: list[Turn | None]) -> Future[list[Item | None]]:
+    def pack(self, name: str, turns: list[Turn | None]) -> Future[list[Item | None]]:
         """As weightsync.sides.Source."""
-        return self.group.begin("pack", turns, beside=self.cfg.sync.snapshot)
+        return self.group.begin("pack", name, turns, beside=self.cfg.sync.snapshot)
 
     def end_push(self, version: int) -> Future[Any]:
         """As weightsync.sides.Source."""

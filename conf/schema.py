@@ -582,6 +582,11 @@ class SyncConfig:
             + ("give a folder that all hosts share" if disk else "only sync.channel=disk writes there; use null"),
         )
         require(
+            not (disk and self.plan is not None),
+            f"sync.plan={self.plan} with sync.channel=disk: a saved plan is for links between ranks and engines, which "
+            "a folder has none of; use sync.plan=null",
+        )
+        require(
             not (self.snapshot and self.one_by_one),
             "sync.snapshot=true with sync.one_by_one=true: engines that still sample with the version before would "
             "exceed max_lag; use one of the two",
@@ -940,6 +945,11 @@ class Config:
     def probe_bound(self) -> float:
         """The probe limit in force: `sync.probe_limit`, or the default of the engine's dtype."""
         return self.sync.probe_limit or (1e-3 if self.rollout.dtype is Dtype.float32 else 0.5)
+
+    @property
+    def sync_patience_s(self) -> float:
+        """Longest wait for ranks in a push: with sync.snapshot they may have to end an update first."""
+        return self.sync.timeout_s + (self.trainer.timeout_s if self.sync.snapshot else 0.0)
 
     def engine_tp(self, engine: int) -> int:
         """Tensor-parallel size of engine number `engine`."""

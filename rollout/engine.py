@@ -130,14 +130,14 @@ class RolloutEngine:
     async def begin_update(self, name: str, version: int, modules: list[str] | None) -> None:
         await self._attempt("begin", name, version, modules)
 
-    async def load(self, items: list[Item]) -> None:
-        await self._attempt("load", items)
+    async def load(self, name: str, items: list[Item]) -> None:
+        await self._attempt("load", name, items)
 
-    async def finish_update(self, version: int) -> list[str]:
+    async def finish_update(self, name: str, version: int) -> list[str]:
         """Finishes the update; tokens sampled from now on carry `version`. Gives each worker's fingerprint."""
 
         def work() -> list[str]:
-            prints: list[str] = self._call_workers("finish")
+            prints: list[str] = self._call_workers("finish", name)
             self._llm.set_weight_version(str(version))
             self.version = version
             return prints

@@ -32,9 +32,14 @@ class EngineHandle:
         """As weightsync.sides.Sink. Requests that it had are lost."""
         ray.kill(self.actor)
         self.actor = self._make()
-        self.generation += 1
         assert self._start is not None
-        return self._future("start", *self._start)
+        started = self._future("start", *self._start)
+
+        def work() -> None:
+            started.result()
+            self.generation += 1  # not before: nobody should ask it for anything
+
+        return in_thread(work)
 
     async def submit(self, requests: list[Request]) -> None:
         await self.actor.submit.remote(requests)
@@ -55,11 +60,11 @@ class EngineHandle:
     def begin_update(self, name: str, version: int, modules: list[str] | None) -> Future[Any]:
         return self._future("begin_update", name, version, modules)
 
-    def load(self, items: list[Item]) -> Future[Any]:
-        return self._future("load", items)
+    def load(self, name: str, items: list[Item]) -> Future[Any]:
+        return self._future("load", name, items)
 
-    def finish_update(self, version: int) -> Future[list[str]]:
-        return self._future("finish_update", version)
+    def finish_update(self, name: str, version: int) -> Future[list[str]]:
+        return self._future("finish_update", name, version)
 
     def probe(self, row: list[int]) -> Future[list[float]]:
         return self._future("probe", row)

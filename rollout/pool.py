@@ -13,7 +13,7 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any, Protocol
 
 from conf.choices import Advantage
@@ -72,6 +72,7 @@ class RolloutPool:
         self._generation = [engine.generation for engine in self.engines]
         self._version = self._position = 0
         self._serial = 0
+        self._aborted: Future[None] = Future()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout-pool", daemon=True)
         self._thread.start()
@@ -101,6 +102,11 @@ class RolloutPool:
     def sample(self, prompts: Sequence[Prompt], sampling: Sampling, samples: int) -> list[list[Trajectory]]:
         """As rl.roles.Rollouts; request seeds derive from `sampling.seed`, the prompt and the sample."""
         return self._wait(self._sample(prompts, sampling, samples), self._limit_s(len(prompts) * samples))
+
+    def abort(self, error: BaseException) -> None:
+        """Has whoever waits for the pool, now or later, raise `error`: no engine will answer any more."""
+        if not self._aborted.done():
+            self._aborted.set_exception(error)
 
     def close(self) -> None:
         """Ends the loop's thread; idempotent."""
@@ -301,14 +307,16 @@ class RolloutPool:
 
     def _wait(self, work: Coroutine[Any, Any, Any], timeout_s: float) -> Any:
         future = self._spawn(work)
-        try:
-            return future.result(timeout=timeout_s)
-        except TimeoutError:
-            future.cancel()
-            raise RoleTimeout(
-                f"phase rollout: engines and reward processes were not done in {timeout_s:g} s; "
-                f"{len(self._waiting)} requests to the engines are open"
-            ) from None
+        done, _ = wait([future, self._aborted], timeout_s, FIRST_COMPLETED)
+        if future in done:
+            return future.result()
+        future.cancel()
+        if self._aborted in done:
+            self._aborted.result()
+        raise RoleTimeout(
+            f"phase rollout: engines and reward processes were not done in {timeout_s:g} s; "
+            f"{len(self._waiting)} requests to the engines are open"
+        )
 
 
 def derive_seed(*parts: object) -> int:

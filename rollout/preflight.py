@@ -2,6 +2,7 @@
 
 import math
 import shutil
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +30,8 @@ from rollout.rewards import check_reward
 from rollout.role_models import check_role_models, read_shapes
 from weightsync.folder import without_tied_head
 from weightsync.plan import PlanError
-from weightsync.saved_plan import read_header
+from weightsync.saved_plan import require_sizes
+from weightsync.sides import VERSIONS_KEPT
 
 ATTENTION = ("sdpa", "eager", "flash_attention_2")
 VOCABULARY_STEP = 64  # vLLM pads the vocabulary to a multiple of it
@@ -258,12 +260,14 @@ def require_memory(cfg: Config, shapes: Mapping[str, tuple[int, ...]], model: Ma
         wanted += held_bytes(cfg, role, shapes).total * layout.ranks
         if device == "cuda" and not cfg.cluster.sleep:
             wanted -= promised_bytes(cfg, role, shapes, device).total * layout.ranks
+    if cfg.sync.snapshot:
+        wanted += VERSIONS_KEPT * snapshot_bytes(cfg, shapes)
     if wanted > have:
         raise ConfigError(
             f"trainer.zero_stage={layout.zero_stage}, cluster.train_ranks={layout.ranks}, trainer.offload_optimizer="
             f"{str(layout.offload_optimizer).lower()}: {layout.ranks} ranks of this model hold {wanted / 1e9:.1f} GB "
             f"in this machine's memory, which has {have / 1e9:.1f} GB; use a higher ZeRO stage, fewer ranks, "
-            "lora.rank, or more machines"
+            "lora.rank, sync.snapshot=false, or more machines"
         )
     caches = cfg.rollout.kv_cache_bytes * cfg.cluster.rollout_engines
     if device == "cpu" and caches > have:
@@ -273,15 +277,30 @@ def require_memory(cfg: Config, shapes: Mapping[str, tuple[int, ...]], model: Ma
         )
 
 
+def snapshot_bytes(cfg: Config, shapes: Mapping[str, tuple[int, ...]]) -> float:
+    """Bytes of one copy, by all ranks, of the weights that each of them holds and trains."""
+    weights = held_bytes(cfg, "policy", shapes).weights
+    return weights * cfg.train_layout.ranks if cfg.lora.rank == 0 else 0.0
+
+
 def require_channel(cfg: Config, device: str) -> None:
-    """Raises ConfigError when weights cannot travel as they are to on this device, or by a plan that is not there."""
+    """Raises ConfigError when weights cannot travel as they are to: on this device, by this plan, or through this
+    folder, which is made."""
     if cfg.sync.channel is Channel.ipc and device != "cuda":
         raise ConfigError(f"sync.channel=ipc on {device}: it is memory of a GPU; use sync.channel=shm")
     if cfg.sync.plan is not None:
         try:
-            read_header(Path(cfg.sync.plan))
+            require_sizes(Path(cfg.sync.plan), cfg.cluster.train_ranks, cfg.sync.slot_bytes)
         except PlanError as error:
             raise ConfigError(f"sync.plan={cfg.sync.plan}: {error}") from error
+    if cfg.sync.folder is not None:
+        folder = Path(cfg.sync.folder)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            raise ConfigError(f"sync.folder={folder}: nothing can be written there ({error.strerror})") from error
 
 
 def require_compilers(cfg: Config, device: str) -> None:

@@ -7,6 +7,7 @@ The layouts are those of the configuration, as in scripts/train.py. `--json FILE
 every link; `--save FOLDER` writes the plan, one file for each rank.
 """
 
+import os
 import resource
 import sys
 import time
@@ -16,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from conf.choices import Channel
 from conf.errors import ConfigError
 from conf.launch import ArgumentParser, launch, report
 from conf.schema import Config
@@ -69,14 +71,21 @@ class Planned:
 def run(cfg: Config, json: str | None = None, save: str | None = None) -> int:
     """The script."""
     from weightsync.plan import PlanError
+    from weightsync.saved_plan import require_new
 
+    if cfg.sync.channel is Channel.disk:
+        raise ConfigError("sync.channel=disk: a folder is the only reader of ranks; plan for sync.channel=shm")
+    if json is not None and not (Path(json).parent.is_dir() and os.access(Path(json).parent, os.W_OK)):
+        raise ConfigError(f"--json {json}: no folder that can be written to; make it first")
     try:
+        if save is not None:
+            require_new(Path(save))
         planned = plan(cfg, save)
-    except PlanError as error:
+        show(cfg, planned)
+        if json is not None:
+            write_json(Path(json), planned.figures(cfg))
+    except (PlanError, OSError) as error:
         raise ConfigError(str(error)) from error
-    show(cfg, planned)
-    if json is not None:
-        write_json(Path(json), planned.figures(cfg))
     return 0
 
 

@@ -53,6 +53,7 @@ from rollout.turns import Turns
 from scripts.sft import warm_start
 from scripts.wiring import KINDS, connect_sync, make_groups, role_paths, start_in_turn
 from weightsync.folder import own_shapes
+from weightsync.plan import PlanError
 
 ROLLOUTS = "rollouts.jsonl"  # in the run folder
 COUNTED = ("tokens_sampled", "tokens_trained", "trajectories_failed")  # of the run state, since the first step
@@ -66,6 +67,7 @@ PLAIN_ERRORS = (
     MismatchError,
     NotFiniteError,
     NoValidTrajectories,
+    PlanError,
 )
 
 
@@ -233,6 +235,7 @@ class Session:
             partial(is_settled, cfg.algo, self.state.pass_rates),
         )
         stack.callback(self.pool.close)
+        sync.on_failure = self.pool.abort
         made = {role: KINDS[role](cfg, group) for role, group in self.groups.items() if role in KINDS}
         if cfg.algo.has_reference and cfg.lora.rank > 0:
             made["reference"] = ActorReference(cfg, self.groups["policy"], "base_logprobs")

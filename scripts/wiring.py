@@ -73,6 +73,7 @@ def connect_sync(
         cfg.sync,
         cfg.cluster.start_timeout_s,
         say,
+        cfg.sync_patience_s,
     )
 
 

@@ -133,12 +133,17 @@ def create(path: Path, header: bytes, nbytes: int) -> None:
         file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o644)
         try:
             os.posix_fallocate(file, 0, max(nbytes, len(header)))
-            view, offset = memoryview(header), 0
-            while view:  # a write may do only a part
-                done = os.pwrite(file, view, offset)
-                view, offset = view[done:], offset + done
+            write_at(file, header, 0)
         finally:
             os.close(file)
+
+
+def write_at(file: int, data: Any, offset: int) -> None:
+    """Writes all of a buffer's bytes to an open file, from `offset` on."""
+    view = memoryview(data).cast("B")
+    while view:  # a write may do only a part
+        done = os.pwrite(file, view, offset)
+        view, offset = view[done:], offset + done
 
 
 @contextmanager

@@ -150,25 +150,18 @@ class Receiver:
 
         Raises ValueError when another connection was made since the one of this name.
         """
-        if not self.name:
-            raise ValueError(UNCONNECTED)
-        if name != self.name:
-            raise ValueError(
-                f"another weight sync has connected to this engine (connection {self.name}, this push uses {name}): "
-                f"{TWO_DRIVERS}"
-            )
+        self._require(name)
         self.current = {rank: narrowed(stream, modules) for rank, stream in self.streams.items()}
         for inlet in self.inlets.values():
             inlet.begin(version, modules)
         buffers = [
-            self.moves[rank, number].target
+            self._sent(rank, number, bucket).target
             for rank, stream in self.current.items()
-            for number in stream.buckets
+            for number, bucket in stream.buckets.items()
             if (rank, number) in self.moves
         ]
-        touched = (
-            {self.wants.buffers[k].module for k in np.unique(np.concatenate(buffers)).tolist()} if buffers else set()
-        )
+        wanted = np.unique(np.concatenate(buffers)).tolist() if buffers else []
+        touched = {self.wants.buffers[buffer].module for buffer in wanted}
         self.left = {module: count for module, count in self.expected.items() if module in touched}
         self.begun: set[str] = set()
         self.held: dict[tuple[int, int, int], int] = {}
@@ -178,13 +171,30 @@ class Receiver:
         initialize_layerwise_reload(self.model)
         restore(self.model, self.left.keys() | derived)
 
-    def load(self, items: Sequence[Item]) -> None:
-        """Loads one round's buckets.
-
-        Raises ValueError when bytes are not those that were signed, or nobody has connected.
-        """
+    def _require(self, name: str) -> None:
+        """Raises ValueError when another connection was made since the one of this name."""
         if not self.name:
             raise ValueError(UNCONNECTED)
+        if name != self.name:
+            raise ValueError(
+                f"another weight sync has connected to this engine (connection {self.name}, this push uses {name}): "
+                f"{TWO_DRIVERS}"
+            )
+
+    def _sent(self, rank: int, number: int, bucket: Bucket) -> Moves:
+        """This worker's moves out of what is sent of a bucket."""
+        moves = self.moves[rank, number]
+        sent = np.zeros(len(bucket.moves), bool)
+        for segment in bucket.segments:
+            sent[segment.first : segment.last] = True
+        return moves.take(sent[moves.source])
+
+    def load(self, name: str, items: Sequence[Item]) -> None:
+        """Loads one round's buckets.
+
+        Raises ValueError when bytes are not those that were signed, or as `begin`.
+        """
+        self._require(name)
         for item in items:
             if item.reader == self.seat.reader and (item.rank, item.number) in self.moves:
                 bucket = self.current[item.rank].buckets[item.number]
@@ -201,11 +211,7 @@ class Receiver:
                     f"bucket {item.number} of policy rank {item.rank}, {segment.module}: digest {have:016x} of the "
                     f"bytes, {want:016x} signed"
                 )
-        moves = self.moves[item.rank, item.number]
-        sent = np.zeros(len(bucket.moves), bool)
-        for segment in bucket.segments:
-            sent[segment.first : segment.last] = True
-        self._fill(bucket, memory, moves.take(sent[moves.source]))
+        self._fill(bucket, memory, self._sent(item.rank, item.number, bucket))
         self.held |= {(item.rank, item.number, nth): digest for nth, digest in enumerate(found)}
 
     def _fill(self, bucket: Bucket, memory: torch.Tensor, moves: Moves) -> None:
@@ -242,8 +248,10 @@ class Receiver:
                 tensor.data.copy_(live[parameter])  # no folder holds it: it stays as it was
         self.begun.add(name)
 
-    def finish(self) -> str:
-        """Puts the new weights to use; gives the fingerprint of all that arrived."""
+    def finish(self, name: str) -> str:
+        """Puts the new weights to use; gives the fingerprint of all that arrived. Raises ValueError as `begin`, and
+        when something has not arrived."""
+        self._require(name)
         missing = [name for name, count in self.left.items() if count]
         if missing:
             more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""

@@ -55,8 +55,7 @@ def save_plan(
     `ranks`: what each holds, and its plan. `about`: words for people, like the layout's label. The header comes last:
     a folder without one is no plan. Raises PlanError when the folder holds a plan already.
     """
-    if (folder / HEADER).exists():
-        raise PlanError(f"{folder} holds a plan already; name another folder, or remove it")
+    require_new(folder)
     folder.mkdir(parents=True, exist_ok=True)
     held, prints = [], []
     for number, (regions, plan) in enumerate(ranks):
@@ -73,36 +72,62 @@ def save_plan(
     return key
 
 
+def require_new(folder: Path) -> None:
+    """Raises PlanError when the folder holds a plan."""
+    if (folder / HEADER).exists():
+        raise PlanError(f"{folder} holds a plan already; name another folder, or remove it")
+
+
 def load_plan(folder: Path, rank: int, num_ranks: int, held: Regions, readers: Readers, slot_bytes: int) -> RankPlan:
     """The plan of one rank that holds `held`, for these readers.
 
     Raises PlanError, saying what differs, when the plan is for something else, or damaged.
     """
     header = read_header(folder)
-    saved = header["key"]
-    key = Key(ranks=tuple(saved["ranks"]), readers=tuple(saved["readers"]), slot_bytes=saved["slot_bytes"])
+    key = key_of(header)
     wanted = tuple(wants.fingerprint() for wants in readers.wants)
-    problems = []
-    if key.slot_bytes != slot_bytes:
-        problems.append(f"its buckets are of {key.slot_bytes} bytes, not {slot_bytes} (half of sync.bucket_bytes)")
-    if len(key.ranks) != num_ranks:
-        problems.append(f"it is for {len(key.ranks)} training ranks, not {num_ranks} (cluster.train_ranks)")
-    elif key.ranks[rank] != regions_fingerprint(held):
+    problems = differing_sizes(key, num_ranks, slot_bytes)
+    if len(key.ranks) == num_ranks and key.ranks[rank] != regions_fingerprint(held):
         problems.append(f"rank {rank} holds other parts of the model than in its layout")
     if len(key.readers) != len(wanted):
         problems.append(f"it is for {len(key.readers)} readers, not {len(wanted)} (rollout.tp, rollout.pp)")
     else:
         problems += [f"reader {n} wants other parts" for n, own in enumerate(wanted) if own != key.readers[n]][:4]
+    require_none(folder, header, problems)
+    plan = read_rank(folder, rank)
+    if plan.fingerprint() != header["plans"][rank]:
+        raise PlanError(f"{rank_file(folder, rank)} is damaged: its content is not that of the plan; make it again")
+    return plan
+
+
+def require_sizes(folder: Path, num_ranks: int, slot_bytes: int) -> None:
+    """Raises PlanError when a saved plan cannot be for so many ranks and such buckets: what is known at launch."""
+    header = read_header(folder)
+    require_none(folder, header, differing_sizes(key_of(header), num_ranks, slot_bytes))
+
+
+def key_of(header: Mapping[str, Any]) -> Key:
+    saved = header["key"]
+    return Key(ranks=tuple(saved["ranks"]), readers=tuple(saved["readers"]), slot_bytes=saved["slot_bytes"])
+
+
+def differing_sizes(key: Key, num_ranks: int, slot_bytes: int) -> list[str]:
+    problems = []
+    if key.slot_bytes != slot_bytes:
+        problems.append(f"its buckets are of {key.slot_bytes} bytes, not {slot_bytes} (half of sync.bucket_bytes)")
+    if len(key.ranks) != num_ranks:
+        problems.append(f"it is for {len(key.ranks)} training ranks, not {num_ranks} (cluster.train_ranks)")
+    return problems
+
+
+def require_none(folder: Path, header: Mapping[str, Any], problems: Sequence[str]) -> None:
+    """Raises PlanError with the problems, if there are any."""
     if problems:
         about = ", ".join(f"{name}: {value}" for name, value in header["about"].items())
         raise PlanError(
             f"the plan in {folder} ({about}) does not fit: {'; '.join(problems)}; make another with "
             "scripts/plan_sync.py"
         )
-    plan = read_rank(folder, rank)
-    if plan.fingerprint() != header["plans"][rank]:
-        raise PlanError(f"{rank_file(folder, rank)} is damaged: its content is not that of the plan; make it again")
-    return plan
 
 
 def read_header(folder: Path) -> dict[str, Any]:
@@ -111,8 +136,13 @@ def read_header(folder: Path) -> dict[str, Any]:
         header: dict[str, Any] = json.loads((folder / HEADER).read_text())
     except (OSError, ValueError) as error:
         raise PlanError(f"{folder}: no saved plan ({error}); make one with scripts/plan_sync.py --save") from error
+    damaged = f"{folder / HEADER} is damaged, or no plan's; make one with scripts/plan_sync.py --save"
+    if not isinstance(header, dict):
+        raise PlanError(damaged)
     if header.get("format") != FORMAT:
         raise PlanError(f"{folder}: a plan of format {header.get('format')}, not {FORMAT}; make it again")
+    if not {"key", "plans", "about"} <= header.keys():
+        raise PlanError(damaged)
     return header
 
 

@@ -38,12 +38,12 @@ class Source(Protocol):
         """A push of these modules begins: of the live weights, or with sync.snapshot of the copy of that version."""
         ...
 
-    def pack(self, turns: list[Turn | None]) -> Future[list[Item | None]]:
+    def pack(self, name: str, turns: list[Turn | None]) -> Future[list[Item | None]]:
         """Has every rank send one of its buckets, or none. What was packed two calls ago must have been read."""
         ...
 
     def end_push(self, version: int) -> Future[Any]:
-        """Every engine that is left has everything."""
+        """Every engine that is left has everything, verified."""
         ...
 
     def probe(self, row: list[int]) -> Future[list[float]]:
@@ -72,9 +72,9 @@ class Sink(Protocol):
         """Prepares for a push over the connection `name`, which must be its last one."""
         ...
 
-    def load(self, items: list[Item]) -> Future[Any]: ...
+    def load(self, name: str, items: list[Item]) -> Future[Any]: ...
 
-    def finish_update(self, version: int) -> Future[list[str]]:
+    def finish_update(self, name: str, version: int) -> Future[list[str]]:
         """Gives each worker's fingerprint of what has arrived."""
         ...
 

@@ -42,11 +42,14 @@ class WeightSync:
         cfg: SyncConfig,
         restart_s: float,
         say: Callable[[str], None] = lambda _line: None,
+        patience_s: float | None = None,
     ):
         """Plans and connects. Raises SyncError or weightsync.plan.PlanError when the two sides do not fit.
 
-        `restart_s`: longest wait for an engine to start again; `say` is told of failures that were mended.
+        `restart_s`: longest wait for an engine to start again; `say` is told of failures that were mended;
+        `patience_s`: longest wait for the ranks, which may be busy with something else (sync.timeout_s when None).
         """
+        self.patience_s = cfg.timeout_s if patience_s is None else patience_s
         self.source, self.sinks, self.cfg, self.restart_s, self.say = source, list(sinks), cfg, restart_s, say
         self.probe_row, self.probe_limit = probe_row, probe_limit
         self.lost: dict[str, str] = {}  # engines that were given up, and why
@@ -55,6 +58,8 @@ class WeightSync:
         self._since_whole = 0  # pushes since the last whole one to everybody, that one included; 0: none
         self._expected: dict[int, list[float]] = {}  # the trainer's log-probabilities of the probe row, by version
         self._pushing: Future[Metrics] | None = None
+        self._settled: Metrics = {}
+        self.on_failure: Callable[[BaseException], None] = lambda _error: None  # of a push in its thread
         if failed := self._connect(self.sinks):
             raise SyncError("\n".join(failed.values()))
 
@@ -75,6 +80,7 @@ class WeightSync:
         no engine is left.
         """
         before = self.settle()
+        self._settled = {}
         if not self.cfg.snapshot:
             return self._push(version, lambda: None)
         taken = threading.Event()
@@ -83,14 +89,22 @@ class WeightSync:
         taken.wait()  # not for ever: every phase of a push has its deadline
         if self._pushing.done() and self._pushing.exception() is not None:
             self.settle()
+        self._pushing.add_done_callback(self._tell)
         return before
 
+    def _tell(self, pushing: Future[Metrics]) -> None:
+        if (error := pushing.exception()) is not None:
+            self.on_failure(error)
+
     def settle(self) -> Metrics:
-        """Waits for a push that is going on; its metrics, if there was one. Raises what `push` raises."""
-        if self._pushing is None:
-            return {}
-        pushing, self._pushing = self._pushing, None
-        return pushing.result()
+        """Waits for a push that is going on. Gives the metrics of the last one, until `push` has given them.
+
+        Raises what `push` raises.
+        """
+        if self._pushing is not None:
+            pushing, self._pushing = self._pushing, None
+            self._settled = pushing.result()
+        return self._settled
 
     def rollback(self) -> Metrics:
         """Gives the engines the version before the last one again, whole: sync.snapshot keeps its weights.
@@ -122,7 +136,10 @@ class WeightSync:
                 self._expect(version, self.source.probe(self.probe_row))
         failed: dict[str, str] = {}
         if {sink.name for sink in self.living} != self._connected:
-            failed = self._connect(self.living)
+            paused = Delivery(left=self.living)
+            self._note_pause(paused.left, report)
+            self._step("pause", paused, lambda sink: sink.pause())  # one that cannot connect must not sample either
+            failed = paused.failed | self._connect(paused.left)
         ready = [sink for sink in self.living if sink.name not in failed]
         modules = None
         if self.cfg.delta and 0 < self._since_whole < self.cfg.full_every:
@@ -130,14 +147,21 @@ class WeightSync:
                 changed = self._trainer("compare", self.source.changed(version))
             modules = sorted({module for rank in changed for module in rank})
         report.modules = len(self._modules if modules is None else modules)
-        self._since_whole = 1 if modules is None else self._since_whole + 1
+        since_whole, self._since_whole = self._since_whole, 0  # if the trainer fails now, the next push must be whole
         cut_off: list[Sink] = []
         for sinks in [[sink] for sink in ready] if self.cfg.one_by_one else [ready]:
             done = self._deliver(sinks, modules, report, taken)
             failed |= done.failed
             cut_off += done.cut_off
+        self._since_whole = 1 if modules is None else since_whole + 1
         self._mend(failed, cut_off, report)
+        self._trainer("end", self.source.end_push(version))
         return report.metrics()
+
+    def _note_pause(self, sinks: Sequence[Sink], report: SyncReport) -> None:
+        now = time.monotonic()
+        for sink in sinks:
+            report.paused.setdefault(sink.name, now)
 
     def _mend(self, failed: dict[str, str], cut_off: list[Sink], report: SyncReport) -> None:
         """Brings engines back that failed: by a whole push, else by a restart and a whole push; else gives them up.
@@ -145,8 +169,7 @@ class WeightSync:
         Those that another has cut off come first, without it; then each of the others alone. Raises SyncError when
         another driver has taken one of them: it is not to be taken back.
         """
-        if taken := [why for why in failed.values() if TWO_DRIVERS in why]:
-            raise SyncError("\n".join(taken))
+        self._require_own(failed)
         if cut_off:
             self.say(f"{', '.join(sink.name for sink in cut_off)}: cut off by the failure of another engine; resend")
             done = self._deliver_anew(cut_off, report)
@@ -162,6 +185,7 @@ class WeightSync:
             for sink in sinks:
                 if sink.name not in failed:
                     failed |= self._deliver_anew([sink], report).failed
+            self._require_own(failed)
             mended += [sink.name for sink in sinks if sink.name not in failed]
         for sink in self.living:
             if sink.name in failed:
@@ -172,6 +196,11 @@ class WeightSync:
             raise SyncError("no rollout engine is left:\n  " + "\n  ".join(self.lost.values()))
         for why in failed.values():
             self.say(f"{why}; the engine is given up")
+
+    def _require_own(self, failed: dict[str, str]) -> None:
+        """Raises SyncError when another driver has taken an engine."""
+        if taken := [why for why in failed.values() if TWO_DRIVERS in why]:
+            raise SyncError("\n".join(taken))
 
     def _deliver_anew(self, sinks: list[Sink], report: SyncReport) -> Delivery:
         """A whole push to some engines over new connections."""
@@ -200,7 +229,7 @@ class WeightSync:
             "connect",
             answering,
             lambda sink: sink.connect(self._name, seats[sink.name], self._links_to(sink)),
-            self.cfg.timeout_s,
+            self.patience_s,
         )
         try:
             self._trainer("connect", met)
@@ -250,9 +279,7 @@ class WeightSync:
         done = Delivery(left=list(sinks))
         if not self.cfg.snapshot:
             self._expected.pop(report.version, None)
-        began = time.monotonic()
-        for sink in sinks:
-            report.paused.setdefault(sink.name, began)
+        self._note_pause(sinks, report)
         name, version = self._name, report.version
         with report.timed("pause"):
             self._step("pause", done, lambda sink: sink.pause(), before_last_byte=True)
@@ -267,7 +294,7 @@ class WeightSync:
             if not done.left:
                 return done
         with report.timed("finish"):
-            prints = self._step("finish", done, lambda sink: sink.finish_update(version))
+            prints = self._step("finish", done, lambda sink: sink.finish_update(name, version))
         for sink in list(done.left):
             wanted = [
                 fingerprint({key: digest for key, digest in held[seat.reader].items() if key[:2] in reads})
@@ -284,8 +311,6 @@ class WeightSync:
             if why := self._mismatch(sink.name, self._expected[version], theirs[sink.name]):
                 done.drop({sink.name: why})
         with report.timed("resume"):
-            if done.left:
-                self._trainer("end", self.source.end_push(version))
             self._step("resume", done, lambda sink: sink.resume())
         ended = time.monotonic()
         report.stall_s |= {sink.name: ended - report.paused[sink.name] for sink in done.left}
@@ -310,7 +335,7 @@ class WeightSync:
         own = [turns_of([s for (rank, _), s in streams.items() if rank == link.rank], link.rank) for link in self.links]
         rounds = list(zip_longest(*own))
         held: dict[int, Held] = {reader: {} for reader in readers}
-        packed = self.source.pack(list(rounds[0])) if rounds else None
+        packed = self.source.pack(self._name, list(rounds[0])) if rounds else None
         probing: Future[list[float]] | None = None
         for number in range(len(rounds)):
             assert packed is not None
@@ -321,14 +346,15 @@ class WeightSync:
             loading = {}
             for sink in done.left:
                 own_readers = self._readers_of([sink])
-                loading[sink.name] = sink.load([item for item in items if item.reader in own_readers])
+                loading[sink.name] = sink.load(self._name, [item for item in items if item.reader in own_readers])
             if number + 1 < len(rounds):
-                packed = self.source.pack(list(rounds[number + 1]))
+                packed = self.source.pack(self._name, list(rounds[number + 1]))
             if probing is None and report.version not in self._expected:
                 probing = self.source.probe(self.probe_row)  # while the engines load
             _, down = self._wait(f"load round {number}", loading, self.cfg.timeout_s)
             done.drop(down, cuts_off=self.cfg.channel is Channel.collective)
             if not done.left:
+                self._wait("pack", {TRAINER: packed}, self.cfg.timeout_s)  # nobody wants it, but it must be over
                 break
         if probing is not None:
             self._expect(report.version, probing)
@@ -368,7 +394,7 @@ class WeightSync:
 
     def _trainer(self, phase: str, future: Future[Any]) -> Any:
         """The trainer's answer. Raises SyncError when it fails or does not come."""
-        results, down = self._wait(phase, {TRAINER: future}, self.cfg.timeout_s)
+        results, down = self._wait(phase, {TRAINER: future}, self.patience_s)
         if down:
             raise SyncError(down[TRAINER]) from future.exception() if future.done() else None
         return results[TRAINER]

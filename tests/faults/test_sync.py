@@ -83,11 +83,11 @@ class Struck(Around):
         super().__init__(inner)
         self.strike, self.rounds = strike, 0
 
-    def load(self, items: list[Item]) -> Future[Any]:
+    def load(self, name: str, items: list[Item]) -> Future[Any]:
         self.rounds += 1
         if self.rounds == 2:
             self.strike(self.inner)
-        return self.inner.load(items)
+        return self.inner.load(name, items)
 
 
 def process_of(engine: Any) -> int:
@@ -197,11 +197,11 @@ class Killing(Around):
         super().__init__(inner)
         self.rounds = 0
 
-    def pack(self, turns: list[Turn | None]) -> Future[list[Item | None]]:
+    def pack(self, name: str, turns: list[Turn | None]) -> Future[list[Item | None]]:
         self.rounds += 1
         if self.rounds == 2:
             ray.kill(self.inner.group.actors[1])
-        return self.inner.pack(turns)
+        return self.inner.pack(name, turns)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,42 @@ def test_pushes_of_several_buckets_whole_and_of_what_has_changed(
     train(policy)
     assert 0 < sync.push(7)["sync/bytes"] <= sync.num_bytes
     assert_holds(handles, export(policy, world.folders["tied-1"], tmp_path / "hf"), 7)
+
+
+def scale(name: str, host: Any) -> None:
+    """Doubles one tensor of a rank's live weights."""
+    parameters = dict(host.roles["policy"].engine.module.named_parameters())
+    parameters[f"lm.{name}"].data.mul_(2.0)
+    host.roles["policy"]._probe_logprobs = None
+
+
+@pytest.mark.parametrize("channel", CHANNELS)
+def test_delta_of_one_tensor_sends_its_module_alone_and_needs_no_repair(
+    world: World, tmp_path: Path, channel: Channel
+) -> None:
+    folder = str(tmp_path / "versions") if channel is Channel.disk else None
+    cfg = config()
+    cfg = replace(cfg, sync=replace(cfg.sync, bucket_bytes=1 << 20, channel=channel, folder=folder, delta=True))
+    policy, handles = restart(world.groups[1], cfg, world.folders["tied-2"]), world.handles("tied")
+    sync = connect(policy, handles, PROBE)
+    said: list[str] = []
+    sync.say = said.append
+    sync.push(1)
+    held = scores(handles)
+    for version, name in enumerate(
+        ("model.layers.0.mlp.down_proj.weight", "model.layers.1.self_attn.q_proj.weight"), 2
+    ):
+        ray.get([a.__ray_call__.remote(partial(scale, name)) for a in policy.group.actors], timeout=60)
+        metrics = sync.push(version)
+        assert not said and metrics["sync/num_verified"] == 2
+        assert 0 < metrics["sync/bytes"] < sync.num_bytes / 2 and metrics["sync/changed"] < 0.2
+        assert (scores(handles) - held).abs().max() > 0.01
+        assert_holds(handles, export(policy, world.folders["tied-2"], tmp_path / str(version)), version)
+
+
+def scores(handles: Sequence[EngineHandle]) -> torch.Tensor:
+    """[engines, tokens] log-probabilities of a row."""
+    return torch.tensor([ray.get(handle.actor.probe.remote(random_ids(77, 30)), timeout=60) for handle in handles])
 
 
 # -- caches --
@@ -236,8 +273,8 @@ class Flipped(Around):
         (self.link,) = links = self.inner.plan(*args)
         return links
 
-    def pack(self, turns: list[Turn | None]) -> Future[list[Item | None]]:
-        (item,) = items = self.inner.pack(turns).result(timeout=60)
+    def pack(self, name: str, turns: list[Turn | None]) -> Future[list[Item | None]]:
+        (item,) = items = self.inner.pack(name, turns).result(timeout=60)
         if item.number == self.number and self.times:
             self.times -= 1
             bucket = self.link.streams[0].buckets[self.number]
@@ -290,9 +327,9 @@ class Deaf(Around):
 
     rounds = 0
 
-    def load(self, items: Any) -> Future[Any]:
+    def load(self, name: str, items: Any) -> Future[Any]:
         self.rounds += 1
-        return done(None) if self.rounds == 2 else self.inner.load(items)
+        return done(None) if self.rounds == 2 else self.inner.load(name, items)
 
 
 @pytest.mark.parametrize("kind", ["tied", "untied"])
@@ -307,9 +344,9 @@ class Failing(Around):
 
     packed = 0
 
-    def pack(self, turns: list[Turn | None]) -> Future[list[Item | None]]:
+    def pack(self, name: str, turns: list[Turn | None]) -> Future[list[Item | None]]:
         self.packed += 1
-        return self.inner.pack(turns) if self.packed == 1 else broken(RuntimeError("the trainer is gone"))
+        return self.inner.pack(name, turns) if self.packed == 1 else broken(RuntimeError("the trainer is gone"))
 
 
 def test_update_left_half_done_is_given_up_by_the_next_push(world: World) -> None:
@@ -374,10 +411,10 @@ class Held(Around):
         super().__init__(inner)
         self.go = threading.Event()
 
-    def load(self, items: list[Item]) -> Future[Any]:
+    def load(self, name: str, items: list[Item]) -> Future[Any]:
         def wait() -> Any:
             assert self.go.wait(60)
-            return self.inner.load(items).result(60)
+            return self.inner.load(name, items).result(60)
 
         return in_thread(wait)
 

@@ -317,7 +317,7 @@ class TinySource:
         self.sender.begin(self.sources(), version, modules)
         return done()
 
-    def pack(self, turns: list[Turn | None]) -> Future[list[Item | None]]:
+    def pack(self, name: str, turns: list[Turn | None]) -> Future[list[Item | None]]:
         (turn,) = turns
         assert turn is not None
         return done([self.sender.pack(turn)])
@@ -378,7 +378,7 @@ class TinyEngine:
         self.lm, self.paused, self.generation = TinyLm(seed=7), True, self.generation + 1
         return done()
 
-    def load(self, items: list[Item]) -> Future[Any]:
+    def load(self, name: str, items: list[Item]) -> Future[Any]:
         parameters = list(self.lm.parameters())
         for item in items:
             bucket = self.stream.buckets[item.number]
@@ -393,7 +393,7 @@ class TinyEngine:
             self.held |= {(0, item.number, k): digest for k, digest in enumerate(item.digests)}
         return done()
 
-    def finish_update(self, version: int) -> Future[list[str]]:
+    def finish_update(self, name: str, version: int) -> Future[list[str]]:
         self.version = version
         return done([fingerprint(self.held)])
 

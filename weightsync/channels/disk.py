@@ -11,6 +11,7 @@ import json
 import math
 import os
 import shutil
+import uuid
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +20,14 @@ from typing import Any
 import torch
 
 from rl.faults import SyncError
-from weightsync.files import Entry, header_of
+from weightsync.files import Entry, header_of, naming, write_at
 from weightsync.plan import ITEM_BYTES, Bucket, Buffer, Wanted, aligned
 from weightsync.regions import Regions
 
 FILE_BYTES = 5 << 30  # tensors of at most so many bytes in a file, unless one alone is larger
 KEPT = 2  # versions, and all since the last whole one
+INDEX, ABOUT = "model.safetensors.index.json", "sync.json"
+UNFINISHED = ".writing-"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +42,7 @@ class FolderAddress:
 
     def aside(self, version: int) -> Path:
         """Where a version is written until it is whole."""
-        return Path(self.root) / f".writing-{version:06d}-{self.name}"
+        return Path(self.root) / f"{UNFINISHED}{version:06d}-{self.name}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,15 +122,21 @@ class Span:
     end: int
 
 
-def spans_of(address: FolderAddress, files: Sequence[File], bucket: Bucket) -> list[Span]:
+Places = dict[int, tuple[str, int]]  # of each tensor that a version has, by number: file, and offset in it
+
+
+def places_of(files: Sequence[File]) -> Places:
+    return {number: (file.name, at) for file in files for number, at in file.offsets.items()}
+
+
+def spans_of(address: FolderAddress, places: Places, bucket: Bucket) -> list[Span]:
     """Where what is sent of a bucket lies."""
-    place = {number: (file.name, at) for file in files for number, at in file.offsets.items()}
     m, found = bucket.moves, []
     for k in (k for s in bucket.segments for k in range(s.first, s.last)):
         number, length, row, at = int(m.target[k]), int(m.length[k]), int(m.target_row[k]), int(m.target_at[k])
         assert int(m.target_col[k]) == 1 or length == 1  # a folder's tensors are contiguous
         item = ITEM_BYTES[address.buffers[number].dtype]
-        file, base = place[number]
+        file, base = places[number]
         begin, count, size = int(bucket.offset[k]), int(m.count[k]), length * item
         if row == length:
             count, size = 1, count * size
@@ -151,8 +160,7 @@ class FolderWriter:
         self._lock = -1
         if rank == 0:
             self._lock = lock(Path(address.root))
-            for left in Path(address.root).glob(".writing-*"):  # by a run that was killed, or over another connection
-                shutil.rmtree(left)
+            remove_unfinished(Path(address.root))  # by a run that was killed
 
     def connect(self) -> None:
         """As weightsync.channels.channel.Outlet: the workers open the files by themselves."""
@@ -160,6 +168,7 @@ class FolderWriter:
     def begin(self, version: int, modules: Collection[str] | None) -> None:
         """As weightsync.channels.channel.Outlet."""
         self._aside, self._files = self.address.aside(version), files_of(self.address, modules)
+        self._places = places_of(self._files)
         self._whole = modules is None
         self._aside.mkdir(exist_ok=True)
         if self._rank == 0:
@@ -174,53 +183,89 @@ class FolderWriter:
         """Writes a bucket to its places, through to the disk."""
         data: Any = self._slots[index].numpy()
         parts: dict[str, list[tuple[int, Any]]] = {}
-        for span in spans_of(self.address, self._files, bucket):
+        for span in spans_of(self.address, self._places, bucket):
             parts.setdefault(span.file, []).append((span.offset, data[span.begin : span.end]))
         for name, found in parts.items():
             self._write(name, found)
 
     def _write(self, name: str, parts: Sequence[tuple[int, Any]]) -> None:
         path = self._aside / name
-        file = os.open(path, os.O_CREAT | os.O_WRONLY, 0o644)
-        try:
-            for offset, data in parts:
-                view = memoryview(data).cast("B")
-                while view:  # a write may do only a part
-                    done = os.pwrite(file, view, offset)
-                    view, offset = view[done:], offset + done
-            os.fdatasync(file)  # another host sees a file as it was when it was closed
-        except OSError as error:
-            raise OSError(error.errno, f"{error.strerror} (sync.folder)", str(path)) from error
-        finally:
-            os.close(file)
+        with naming(path):
+            file = os.open(path, os.O_CREAT | os.O_WRONLY, 0o644)
+            try:
+                for offset, data in parts:
+                    write_at(file, data, offset)
+                os.fdatasync(file)  # another host sees a file as it was when it was closed
+            finally:
+                os.close(file)
 
     def end(self, version: int) -> None:
         """Gives the folder its name (rank 0), and removes versions that nobody needs any more."""
         if self._rank > 0:
             return
-        root, final = Path(self.address.root), Path(self.address.root) / f"version-{version:06d}"
+        root, buffers = Path(self.address.root), self.address.buffers
         for path in self._beside:
             shutil.copyfile(path, self._aside / path.name)
-        buffers = self.address.buffers
-        where = {buffers[number].name: file.name for file in self._files for number in file.offsets}
-        sizes = {n: math.prod(s) * ITEM_BYTES[buffers[n].dtype] for n, s in enumerate(self.address.shapes)}
-        total = sum(sizes[number] for file in self._files for number in file.offsets)
+        where = {buffers[number].name: file for number, (file, _) in self._places.items()}
+        total = sum(math.prod(self.address.shapes[n]) * ITEM_BYTES[buffers[n].dtype] for n in self._places)
         index = {"metadata": {"total_size": total}, "weight_map": where}
-        (self._aside / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-        (self._aside / "sync.json").write_text(json.dumps({"version": version, "whole": self._whole}))
-        if final.exists():  # of a push that not all engines could read
-            shutil.rmtree(final)
+        (self._aside / INDEX).write_text(json.dumps(index, indent=1))
+        (self._aside / ABOUT).write_text(json.dumps({"version": version, "whole": self._whole}))
+        for path in [*self._aside.iterdir(), self._aside]:
+            sync_path(path)
+        final = root / f"version-{version:06d}"
+        remove(final)  # of a run that was resumed from before it
         self._aside.rename(final)
-        named = sorted(path for path in root.glob("version-*"))
-        whole = [k for k, path in enumerate(named) if json.loads((path / "sync.json").read_text())["whole"]]
-        for path in named[: min([len(named) - KEPT, *whole[-1:]]) if len(named) > KEPT else 0]:
-            shutil.rmtree(path)
+        prune(root, version)
+        sync_path(root)
 
     def close(self) -> None:
-        """Lets others write to the folder."""
+        """Removes what was not finished, and lets others write to the folder."""
         if self._lock >= 0:
+            remove_unfinished(Path(self.address.root))
             os.close(self._lock)
             self._lock = -1
+
+
+def prune(root: Path, version: int) -> None:
+    """Removes versions after this one, which is the newest (a run was resumed from before them), and of those before
+    it all but KEPT and what has come since the last whole one."""
+    found: dict[int, bool] = {}  # version: whether it is whole
+    for path in root.glob("version-*"):
+        try:
+            about = json.loads((path / ABOUT).read_text())
+            found[int(about["version"])] = bool(about["whole"])
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # somebody else's, or half removed
+    older = sorted(number for number in found if number <= version)
+    whole = [number for number in older if found[number]]
+    first = min([*older[-KEPT:], *whole[-1:]])
+    for number in found:
+        if number > version or number < first:
+            remove(root / f"version-{number:06d}")
+
+
+def remove(path: Path) -> None:
+    """Removes a version's folder, if it is there; what a kill leaves of it has no version's name."""
+    if path.exists():
+        aside = path.with_name(f"{UNFINISHED}removed-{path.name}-{uuid.uuid4().hex[:8]}")
+        path.rename(aside)
+        shutil.rmtree(aside)
+
+
+def remove_unfinished(root: Path) -> None:
+    """Removes what was begun and not finished. Only for who holds the lock, or when nobody writes any more."""
+    for left in root.glob(f"{UNFINISHED}*"):
+        shutil.rmtree(left, ignore_errors=True)  # a rank may be writing to it as it dies
+
+
+def sync_path(path: Path) -> None:
+    """Has a file or a folder reach the disk."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
 
 
 def lock(root: Path) -> int:
@@ -228,9 +273,14 @@ def lock(root: Path) -> int:
     file = os.open(root / ".lock", os.O_CREAT | os.O_RDWR, 0o644)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         os.close(file)
         raise SyncError(f"sync.folder={root}: another run pushes into this folder; give each run its own") from None
+    except OSError as error:
+        os.close(file)
+        raise SyncError(
+            f"sync.folder={root}: files cannot be locked there ({error}); use another file system"
+        ) from None
     return file
 
 
@@ -242,14 +292,14 @@ class FolderReader:
 
     def begin(self, version: int, modules: Collection[str] | None) -> None:
         """As weightsync.channels.channel.Inlet."""
-        self._aside, self._files = self._address.aside(version), files_of(self._address, modules)
+        self._aside, self._places = self._address.aside(version), places_of(files_of(self._address, modules))
 
     def receive(self, slot: int, bucket: Bucket, memory: torch.Tensor) -> torch.Tensor:
         """The bytes of a bucket, gathered from the files."""
         data: Any = memory.numpy()
         opened: dict[str, int] = {}
         try:
-            for span in spans_of(self._address, self._files, bucket):
+            for span in spans_of(self._address, self._places, bucket):
                 if span.file not in opened:
                     opened[span.file] = os.open(self._aside / span.file, os.O_RDONLY)
                 view, offset = memoryview(data[span.begin : span.end]), span.offset

@@ -107,7 +107,7 @@ class Source:
         self.packed = 0
         return self.answers.get("take", done())
 
-    def pack(self, turns: list[Turn | None]) -> Future[list[Item | None]]:
+    def pack(self, name: str, turns: list[Turn | None]) -> Future[list[Item | None]]:
         ((reader, which),) = {turn for turn in turns if turn is not None}
         module = stream(self.count).buckets[which].segments[0].module
         self.events.append(f"pack {module}")
@@ -159,7 +159,7 @@ class Sink:
         self.held = {}
         return self._answer("begin")
 
-    def load(self, items: list[Item]) -> Future[Any]:
+    def load(self, name: str, items: list[Item]) -> Future[Any]:
         (which,) = {stream(item.number + 1).buckets[item.number].segments[0].module for item in items}
 
         def read() -> None:
@@ -171,7 +171,7 @@ class Sink:
 
         return self._answer(f"load {which}", read)
 
-    def finish_update(self, version: int) -> Future[list[str]]:
+    def finish_update(self, name: str, version: int) -> Future[list[str]]:
         return self._answer(f"finish {version}", lambda: [fingerprint(self.held)])
 
     def probe(self, row: list[int]) -> Future[list[float]]:
@@ -267,7 +267,8 @@ def test_engine_that_fails_once_gets_a_push_of_its_own(call: str, phase: str, en
     assert (metrics["sync/num_resent"], metrics["sync/num_restarted"], metrics["sync/num_lost"]) == (1, 0, 0)
     bench.events.clear()
     bench.sync.push(5)  # to both again, who are connected anew
-    assert bench.events[:3] == ["A wanted", "B wanted", "plan for 2"] and bench.states == ["sampling"] * 2
+    paused = ["A pause", "B pause"]  # an engine that cannot connect must not sample either
+    assert bench.events[:5] == [*paused, "A wanted", "B wanted", "plan for 2"] and bench.states == ["sampling"] * 2
 
 
 @pytest.mark.parametrize(("call", "phase"), CALLS)
@@ -507,8 +508,8 @@ def test_byte_flipped_on_the_way_is_sent_again(monkeypatch: pytest.MonkeyPatch) 
     sync.push(0)
     pack, left = source.pack, [1]
 
-    def flip(turns: list[Turn | None]) -> Future[list[Item | None]]:
-        (item,) = items = pack(turns).result()
+    def flip(name: str, turns: list[Turn | None]) -> Future[list[Item | None]]:
+        (item,) = items = pack(name, turns).result()
         if turns == [(0, 1)] and left and item:
             source.ring.slot(item.slot)[13] ^= left.pop()
         return done(items)
@@ -527,9 +528,9 @@ def test_engine_that_keeps_one_old_tensor_is_found_by_the_probe_and_given_up(mon
     old = engines[1].lm.head.detach().clone()
     finish = engines[1].finish_update
 
-    def forget(version: int) -> Future[list[str]]:
+    def forget(name: str, version: int) -> Future[list[str]]:
         engines[1].lm.head.data.copy_(old)
-        return finish(version)
+        return finish(name, version)
 
     monkeypatch.setattr(engines[1], "finish_update", forget)
     with torch.no_grad():

@@ -1,0 +1,146 @@
+"""Versions as folders: standard files, of one run at a time, and none left but those that somebody may need."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rl.faults import SyncError
+from weightsync.channels.disk import FolderAddress, FolderReader, FolderWriter, folder_wanted, prune
+from weightsync.plan import Buffer, Wanted
+from weightsync.planner import plan_streams
+from weightsync.regions import Regions
+from weightsync.sender import NUM_SLOTS, Sender, digests, plain
+
+SHAPES = {"q": (8, 4), "k": (4, 4), "norm": (5,)}
+
+
+def worker() -> Wanted:
+    """q and k are one module, of which the norm is none."""
+    rows = [(0, 0, 1, 32, 32, 0, 0, 32, 1), (1, 0, 1, 16, 16, 0, 32, 16, 1), (2, 0, 1, 5, 5, 1, 0, 5, 1)]
+    buffers = (
+        Buffer(module="qkv", name="weight", dtype="float32"),
+        Buffer(module="norm", name="weight", dtype="bfloat16"),
+    )
+    return Wanted(names=tuple(SHAPES), regions=Regions.of(rows), buffers=buffers)
+
+
+def zero3(rank: int) -> Regions:
+    """Half of each flat tensor."""
+    rows = []
+    for tensor, shape in enumerate(SHAPES.values()):
+        size = int(np.prod(shape))
+        first, last = size * rank // 2, size * (rank + 1) // 2
+        rows.append((tensor, first, 1, last - first, last - first, tensor, first, last - first, 1))
+    return Regions.of(rows)
+
+
+class Ranks:
+    """Two ranks that write what they hold of `live`."""
+
+    def __init__(self, root: Path, name: str = "first"):
+        self.folder = folder_wanted(SHAPES, "float32", [worker()])
+        self.live = [torch.randn(int(np.prod(shape))) for shape in SHAPES.values()]
+        self.address = FolderAddress(
+            root=str(root), name=name, slot_bytes=256, buffers=self.folder.buffers, shapes=tuple(SHAPES.values())
+        )
+        self.streams = [plan_streams(zero3(rank), [self.folder], 64) for rank in range(2)]
+        self.writers = [FolderWriter(self.address, rank, NUM_SLOTS, []) for rank in range(2)]
+
+    def push(self, version: int, modules: list[str] | None = None) -> None:
+        reader = FolderReader(self.address)
+        reader.begin(version, modules)
+        for rank, (streams, writer) in enumerate(zip(self.streams, self.writers, strict=True)):
+            sender = Sender(rank, streams, [self.folder], writer)
+            sender.begin([plain(tensor) for tensor in self.live], version, modules)
+            for number, bucket in sender.current[0].buckets.items():
+                item = sender.pack((0, number))
+                memory = torch.full((256,), 255, dtype=torch.uint8)
+                assert digests(reader.receive(item.slot, bucket, memory), bucket) == item.digests
+        for writer in self.writers:
+            writer.end(version)
+
+    def close(self) -> None:
+        for writer in self.writers:
+            writer.close()
+
+
+def versions(root: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("version-")) for path in root.glob("version-*"))
+
+
+def test_version_is_a_folder_of_standard_files_in_the_dtypes_of_engines(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path)
+    ranks.push(7)
+    folder = tmp_path / "version-000007"
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    (file,) = set(index["weight_map"].values())
+    found = load_file(folder / file)
+    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == SHAPES
+    for tensor, wanted, dtype in zip(found.values(), ranks.live, ("float32", "float32", "bfloat16"), strict=True):
+        assert torch.equal(found["norm"] if tensor is None else tensor.flatten(), wanted.to(getattr(torch, dtype)))
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in found.values())
+    assert not list(tmp_path.glob(".writing-*"))
+    ranks.close()
+
+
+def test_tensors_that_meet_in_a_module_go_together(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path)
+    assert [buffer.module for buffer in ranks.folder.buffers] == ["q", "q", "norm"]
+    ranks.push(0)
+    ranks.push(1, ["norm"])
+    names = json.loads((tmp_path / "version-000001" / "model.safetensors.index.json").read_text())["weight_map"]
+    assert names.keys() == {"norm"}
+    assert json.loads((tmp_path / "version-000001" / "sync.json").read_text()) == {"version": 1, "whole": False}
+    ranks.close()
+
+
+def test_versions_that_nobody_needs_go(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path)
+    for version, modules in enumerate([None, None, ["norm"], ["norm"], ["norm"]]):
+        ranks.push(version, modules)
+    assert versions(tmp_path) == [1, 2, 3, 4], "since the last whole one"
+    ranks.push(5)
+    ranks.push(6)
+    assert versions(tmp_path) == [5, 6]
+    ranks.push(3)  # of a run that was resumed
+    assert versions(tmp_path) == [3]
+    ranks.push(3)
+    assert versions(tmp_path) == [3]
+    ranks.close()
+
+
+def test_folders_that_are_no_versions_stay(tmp_path: Path) -> None:
+    for name in ("version-notes", "version-000001"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "version-000001" / "sync.json").write_text("[")
+    ranks = Ranks(tmp_path)
+    ranks.push(9)
+    prune(tmp_path, 9)
+    assert {path.name for path in tmp_path.glob("version-*")} == {"version-notes", "version-000001", "version-000009"}
+    ranks.close()
+
+
+def test_second_run_in_a_folder_is_refused_until_the_first_is_over(tmp_path: Path) -> None:
+    first = Ranks(tmp_path)
+    with pytest.raises(SyncError, match=f"sync.folder={tmp_path}: another run pushes into this folder"):
+        Ranks(tmp_path, "second")
+    first.writers[0].begin(0, None)  # and is never ended
+    first.close()
+    assert not list(tmp_path.glob(".writing-*"))
+    Ranks(tmp_path, "second").close()
+
+
+def test_file_that_ends_early_is_named(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path)
+    reader = FolderReader(ranks.address)
+    reader.begin(0, None)
+    for writer in ranks.writers:
+        writer.begin(0, None)
+    (bucket, *_) = ranks.streams[1][0].buckets.values()
+    with pytest.raises(OSError, match=r"model-00001-of-00001\.safetensors ends before byte \d+ \(sync\.folder\)"):
+        reader.receive(0, bucket, torch.zeros(256, dtype=torch.uint8))
+    ranks.close()
