@@ -47,7 +47,12 @@ class RankFiles:
             numbers = {name: k for k, name in enumerate(shapes)}
             files = []
             for rank, entry in enumerate(about["files"]):
-                parts = read_object(folder / f"{stem(rank)}.json")["parameters"]
+                table = folder / f"{stem(rank)}.json"
+                parts = read_object(table)["parameters"]
+                if file_crc(table) != entry["table_crc"]:
+                    raise CheckpointError(
+                        f"{table} is damaged: its crc32 is not that in {LAYOUT}; make the folder again"
+                    )
                 first = [part for part in parts if part["replica"] == 0]
                 rows = [
                     (numbers[row[0]], *row[1:5], n, *row[5:]) for n, part in enumerate(first) for row in part["regions"]
@@ -115,8 +120,9 @@ def describe(folder: Path, model: TrainedModel, targets: list[Target]) -> None:
         for tensor, buffer, row in zip(r.tensor.tolist(), r.buffer.tolist(), columns, strict=True):
             parts[buffer]["regions"].append([names[tensor], *row])
         write_json(folder / f"{stem(rank)}.json", {"rank": rank, "columns": ["tensor", *COLUMNS], "parameters": parts})
-        path = folder / f"{stem(rank)}.safetensors"
-        files.append({"file": path.name, "nbytes": path.stat().st_size, "crc": file_crc(path)})
+        path, table = folder / f"{stem(rank)}.safetensors", folder / f"{stem(rank)}.json"
+        entry = {"file": path.name, "nbytes": path.stat().st_size, "crc": file_crc(path)}
+        files.append(entry | {"table_crc": file_crc(table)})
     layout = {key: getattr(model.layout, key) for key in ("ranks", "zero_stage", "sp", "tp", "ep", "hpz")}
     write_json(
         folder / LAYOUT,

@@ -24,6 +24,7 @@ from conf.choices import Channel
 from conf.schema import Config
 from rollout.preflight import prepare
 from scripts.benchmarks.common import Parts, Row, bench_config, medians, say, start_parts
+from scripts.benchmarks.sync_matrix import set_config
 from scripts.wiring import probe_row
 from weightsync.channels.shm import Ring, open_ring
 from weightsync.folder import own_shapes
@@ -145,11 +146,6 @@ def on_worker(handle: Any, function: Any, timeout_s: float, **kwargs: Any) -> fl
 
 
 # -- in the rank's process --
-
-
-def set_config(cfg: Config, host: Any) -> None:
-    """Has the policy push by another configuration."""
-    host.roles["policy"].cfg = cfg
 
 
 def copy_bytes(num_bytes: int, host: Any) -> float:
