@@ -46,7 +46,8 @@ class RankFiles:
             shapes = {name: tuple(shape) for name, shape in about["tensors"].items()}
             numbers = {name: k for k, name in enumerate(shapes)}
             files = []
-            for rank, entry in enumerate(about["files"]):
+            for rank, described in enumerate(about["files"]):
+                entry = {key: described[key] for key in ("file", "nbytes", "crc", "table_crc")}
                 table = folder / f"{stem(rank)}.json"
                 parts = read_object(table)["parameters"]
                 if file_crc(table) != entry["table_crc"]:

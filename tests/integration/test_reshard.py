@@ -239,5 +239,8 @@ def test_rank_file_that_is_damaged_or_missing_is_named(folders: dict[str, Path],
     assert "rank-00001.safetensors has crc" in refuse(str(ranks), ("--to", "hf", "--out", out), capsys)
     path.unlink()
     assert "rank-00001.safetensors has -1 bytes" in refuse(str(ranks), ("--to", "hf", "--out", out), capsys)
-    (ranks / "rank-00000.json").write_text("{}")
+    table = ranks / "rank-00000.json"
+    table.write_text(table.read_text().replace('"start"', '"begin"'))
+    assert "rank-00000.json is damaged: its crc32" in refuse(str(ranks), ("--to", "hf", "--out", out), capsys)
+    table.write_text("{}")
     assert "a rank's JSON is damaged" in refuse(str(ranks), ("--to", "hf", "--out", out), capsys)
