@@ -47,21 +47,30 @@ def test_wants_of_workers_without_processes_equal_those_of_running_engines(
     bare.mkdir()
     copy(folder / "config.json", bare)
     cfg = config_of(layouts()[0], folder, MODELS[name][2], Channel.shm, tmp_path)
-    cfgs = [replace(cfg, rollout=replace(cfg.rollout, dtype=dtype))]
-    if name == "experts":
-        one = config_of(layouts()[0], folder, [(2, 1)], Channel.shm, tmp_path)
-        cfgs.append(replace(one, rollout=replace(one.rollout, dtype=dtype, ep=True)))
+    compare(cluster, replace(cfg, rollout=replace(cfg.rollout, dtype=dtype)), folder, bare)
+
+
+@pytest.mark.slow
+def test_wants_of_expert_parallel_workers_equal_those_of_a_running_engine(cluster: Cluster, tmp_path: Path) -> None:
+    folder, bare = model_folder("experts", 0, tmp_path / "whole"), tmp_path / "bare"
+    bare.mkdir()
+    copy(folder / "config.json", bare)
+    cfg = config_of(layouts()[0], folder, [(2, 1)], Channel.shm, tmp_path)
+    compare(cluster, replace(cfg, rollout=replace(cfg.rollout, ep=True)), folder, bare)
+
+
+def compare(cluster: Cluster, cfg: Config, folder: Path, bare: Path) -> None:
+    """What running engines of `folder` want, with what is planned from its config.json alone in `bare`."""
     shapes = trained_model(str(bare), layouts()[0], LoraConfig()).shapes
-    for cfg in cfgs:
-        engines = start_engines(cluster, cfg, *[folder] * cfg.cluster.rollout_engines)
-        try:
-            for number, handle in enumerate(engines.handles):
-                live = handle.wanted(shapes, "float32").result(timeout=START_S)
-                mine = planned(cfg, bare, number)
-                assert [wanted.fingerprint() for wanted in mine] == [wanted.fingerprint() for wanted in live]
-        finally:
-            engines.stop()
-            cluster.release("rollout")
+    engines = start_engines(cluster, cfg, *[folder] * cfg.cluster.rollout_engines)
+    try:
+        for number, handle in enumerate(engines.handles):
+            live = handle.wanted(shapes, "float32").result(timeout=START_S)
+            mine = planned(cfg, bare, number)
+            assert [wanted.fingerprint() for wanted in mine] == [wanted.fingerprint() for wanted in live]
+    finally:
+        engines.stop()
+        cluster.release("rollout")
 
 
 def config_folder(kind: str, out: Path, **sizes: Any) -> Path:

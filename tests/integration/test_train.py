@@ -161,7 +161,7 @@ def test_tracking_offline_stays_offline_with_a_key(short: Job) -> None:
 
 # -- resuming --
 
-TIMES = ("time", "tok_s", "_s")
+TIMES = ("time", "tok_s", "_s", "memcpy_ratio")
 
 
 def comparable(run: Path) -> list[dict[str, float]]:
