@@ -52,7 +52,8 @@ from tests.integration.real import (
 from weightsync.plan import Item, Turn
 from weightsync.sync import WeightSync
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
+# Slow: half a minute each, beside the start of the engines. tests/numerics/test_sync.py does two of them with its own.
+pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(300)]
 
 STALL_S = 10.0  # sync.timeout_s where something stalls
 
@@ -154,19 +155,20 @@ def assert_versions(
 
 # Each with the engine that it strikes: engine 0 has one process, engine 1 two workers.
 STRIKES = [(kill_engine, 0), (kill_worker, 1), (stop_engine, 0), (restart_engine, 0)]
-# The others are slow: each takes half a minute.
-USUAL = [(kill_worker, Channel.disk), (stop_engine, Channel.collective)]
-CASES = [
-    pytest.param(strike, engine, channel, marks=[] if (strike, channel) in USUAL else pytest.mark.slow)
-    for strike, engine in STRIKES
-    for channel in CHANNELS
-]
 
 
-@pytest.mark.parametrize(("strike", "engine", "channel"), CASES)
+@pytest.mark.parametrize("channel", CHANNELS)
+@pytest.mark.parametrize(("strike", "engine"), STRIKES)
 def test_sync_mends_an_engine_that_is_struck_in_a_push_and_the_other_goes_on(
     world: World, tmp_path: Path, strike: Callable[[EngineHandle], None], engine: int, channel: Channel
 ) -> None:
+    strike_and_mend(world, tmp_path, strike, engine, channel)
+
+
+def strike_and_mend(
+    world: World, tmp_path: Path, strike: Callable[[EngineHandle], None], engine: int, channel: Channel
+) -> None:
+    """A push in which an engine is struck ends well; its requests under way are lost, the other's are not."""
     handles = world.handles("tied")
     timeout_s = STALL_S if strike is stop_engine else 60.0
     cfg = pushing(channel, tmp_path, timeout_s)
@@ -204,12 +206,15 @@ class Killing(Around):
         return self.inner.pack(name, turns)
 
 
-@pytest.mark.parametrize(
-    "channel", [pytest.param(c, marks=[] if c is Channel.collective else pytest.mark.slow) for c in CHANNELS]
-)
+@pytest.mark.parametrize("channel", CHANNELS)
 def test_sync_names_a_rank_that_is_killed_in_a_push_and_engines_stay_silent(
     world: World, tmp_path: Path, channel: Channel
 ) -> None:
+    kill_rank(world, tmp_path, channel)
+
+
+def kill_rank(world: World, tmp_path: Path, channel: Channel) -> None:
+    """A push in which a rank dies ends with its name; engines are silent until another push."""
     handles = world.handles("tied")
     usual, cfg = (pushing(channel, tmp_path / name, STALL_S) for name in ("usual", "killed"))
     connected(restart(world.groups[2], usual, world.folders["tied-1"]), handles, usual).push(1)

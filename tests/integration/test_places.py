@@ -22,8 +22,6 @@ from weightsync.record import Folder, layers_alike, record
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
-SLOW = ("tied", "untied", "9 heads, 3 kv", "qkv bias")
-
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
@@ -38,8 +36,9 @@ def planned(cfg: Config, folder: Path, engine: int, dtype: str = "float32") -> l
     return [worker_wants(settings, rank, Folder.of(shapes), dtype) for rank in ranks]
 
 
-@pytest.mark.parametrize("dtype", [Dtype.float32, pytest.param(Dtype.bfloat16, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in MODELS])
+@pytest.mark.slow  # tests/numerics/test_sync.py compares with engines that run there
+@pytest.mark.parametrize("dtype", [Dtype.float32, Dtype.bfloat16])
+@pytest.mark.parametrize("name", MODELS)
 def test_wants_of_workers_without_processes_equal_those_of_running_engines(
     cluster: Cluster, tmp_path: Path, name: str, dtype: Dtype
 ) -> None:

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from shutil import copyfile
 from typing import Any
 
 import pytest
@@ -23,7 +24,9 @@ from conf.choices import Channel
 from rl.batching import collate
 from rl.faults import SyncError
 from rl.types import Batch
+from rollout.engine import engine_config
 from rollout.engines import EngineHandle
+from tests.faults.test_sync import kill_rank, kill_worker, strike_and_mend
 from tests.integration.pushes import (
     BLOCK,
     CHANNELS,
@@ -61,7 +64,9 @@ from tests.integration.real import (
 )
 from tests.unit.stand_ins import broken, done
 from weightsync.channels.shm import RingReader
+from weightsync.places import worker_wants
 from weightsync.plan import Item, Turn
+from weightsync.record import Folder
 from weightsync.sender import NUM_SLOTS
 
 pytestmark = [pytest.mark.numerics, pytest.mark.timeout(180)]
@@ -428,6 +433,26 @@ def test_engine_that_is_killed_comes_back_with_the_weights(world: World) -> None
     ray.kill(handle.actor)
     assert sync.push(7)["sync/num_restarted"] == 1
     assert_holds(handles, world.folders["untied-1"], 7)
+
+
+def test_engine_that_loses_a_worker_in_a_push_is_mended(world: World, tmp_path: Path) -> None:
+    strike_and_mend(world, tmp_path, kill_worker, 1, Channel.disk)
+
+
+def test_rank_that_dies_in_a_push_is_named(world: World, tmp_path: Path) -> None:
+    kill_rank(world, tmp_path, Channel.collective)
+
+
+def test_wants_of_running_workers_are_those_that_are_planned_without_them(world: World, tmp_path: Path) -> None:
+    for kind, cfg in (("tied", config(tp=(1, 2))), ("untied", config(tp=(1,)))):
+        copyfile(world.folders[f"{kind}-0"] / "config.json", tmp_path / "config.json")
+        shapes = world.policy(f"{kind}-0").shapes()
+        for number, handle in enumerate(world.handles(kind)):
+            live = handle.wanted(shapes, "float32").result(timeout=60)
+            settings = engine_config(cfg, number, str(tmp_path))
+            places = range(cfg.engine_workers(number))
+            mine = [worker_wants(settings, rank, Folder.of(shapes), "float32") for rank in places]
+            assert [wanted.fingerprint() for wanted in mine] == [wanted.fingerprint() for wanted in live]
 
 
 # -- one distribution --
