@@ -29,6 +29,7 @@ from actors.weights import State, full_state, load_full_state, set_optimizer_ste
 from conf.errors import ConfigError
 from rl.faults import CheckpointError
 from rl.run_folder import write_json
+from weightsync.files import sync_file
 
 FORMAT = 2
 # Bytes after which a rank begins a new shard file: bounds the memory that a save needs.
@@ -318,12 +319,3 @@ def file_crc(path: Path) -> int:
         while block := file.read(1 << 24):
             crc = zlib.crc32(block, crc)
     return crc
-
-
-def sync_file(path: Path) -> None:
-    """Has the file (or folder entry) reach the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -60,9 +60,10 @@ def reshard(cfg: Config, source: Path, to: str, out: Path, dtype: str | None) ->
 
     Raises ConfigError, CheckpointError, PlanError, SyncError or OSError, each naming what is wrong and where.
     """
-    from actors.checkpoint import copy_model_files, sync_file
+    from actors.checkpoint import copy_model_files
     from actors.rank_files import describe
     from actors.stored import open_stored
+    from weightsync.files import sync_file
     from weightsync.reshard import write_index, write_target
 
     require_new(out)
@@ -156,7 +157,7 @@ def require_new(out: Path) -> None:
 @contextmanager
 def written_aside(out: Path) -> Iterator[Path]:
     """A folder beside `out` that gets its name in the end, or is removed when something fails."""
-    from actors.checkpoint import sync_file
+    from weightsync.files import sync_file
 
     out.parent.mkdir(parents=True, exist_ok=True)
     aside = out.with_name(f".writing-{out.name}-{uuid.uuid4().hex[:8]}")

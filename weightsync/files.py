@@ -138,6 +138,15 @@ def create(path: Path, header: bytes, nbytes: int) -> None:
             os.close(file)
 
 
+def sync_file(path: Path) -> None:
+    """Has the file (or folder entry) reach the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def write_at(file: int, data: Any, offset: int) -> None:
     """Writes all of a buffer's bytes to an open file, from `offset` on."""
     view = memoryview(data).cast("B")

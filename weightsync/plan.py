@@ -6,7 +6,7 @@ what they hold of each tensor does not overlap.
 """
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import zip_longest
 from typing import Any
@@ -90,6 +90,11 @@ class Bucket:
     offset: Ints
     segments: tuple[Segment, ...]
     nbytes: int  # of all its moves
+
+    @property
+    def sent(self) -> Iterator[int]:
+        """The numbers of the moves that are sent."""
+        return (k for segment in self.segments for k in range(segment.first, segment.last))
 
     @property
     def ranges(self) -> list[tuple[int, int]]:

@@ -82,7 +82,7 @@ def spread(memory: torch.Tensor, bucket: Bucket, targets: Sequence[Read], wanted
     m = bucket.moves
     target, at, row, col = (x.tolist() for x in (m.target, m.target_at, m.target_row, m.target_col))
     count, length, offset = m.count.tolist(), m.length.tolist(), bucket.offset.tolist()
-    for k in (k for s in bucket.segments for k in range(s.first, s.last)):
+    for k in bucket.sent:
         piece = piece_of(memory, wanted, target[k], offset[k], count[k] * length[k]).view(count[k], length[k])
         targets[target[k]](at[k], row[k], col[k], count[k], length[k]).copy_(piece)
 

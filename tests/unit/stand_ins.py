@@ -386,7 +386,7 @@ class TinyEngine:
             if digests(slot, bucket) != item.digests:
                 return broken(RuntimeError(f"digest of bucket {item.number}"))
             m = bucket.moves
-            for k in (k for s in bucket.segments for k in range(s.first, s.last)):
+            for k in bucket.sent:
                 at, size = int(m.target_at[k]), int(m.count[k] * m.length[k])
                 piece = piece_of(slot, self.wants, int(m.target[k]), int(bucket.offset[k]), size)
                 parameters[int(m.target[k])].data.view(-1)[at : at + size] = piece

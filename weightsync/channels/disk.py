@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from rl.faults import SyncError
-from weightsync.files import Entry, header_of, naming, write_at
+from weightsync.files import Entry, header_of, naming, sync_file, write_at
 from weightsync.plan import ITEM_BYTES, Bucket, Buffer, Wanted, aligned
 from weightsync.regions import Regions
 
@@ -132,7 +132,7 @@ def places_of(files: Sequence[File]) -> Places:
 def spans_of(address: FolderAddress, places: Places, bucket: Bucket) -> list[Span]:
     """Where what is sent of a bucket lies."""
     m, found = bucket.moves, []
-    for k in (k for s in bucket.segments for k in range(s.first, s.last)):
+    for k in bucket.sent:
         number, length, row, at = int(m.target[k]), int(m.length[k]), int(m.target_row[k]), int(m.target_at[k])
         assert int(m.target_col[k]) == 1 or length == 1  # a folder's tensors are contiguous
         item = ITEM_BYTES[address.buffers[number].dtype]
@@ -212,12 +212,12 @@ class FolderWriter:
         (self._aside / INDEX).write_text(json.dumps(index, indent=1))
         (self._aside / ABOUT).write_text(json.dumps({"version": version, "whole": self._whole}))
         for path in [*self._aside.iterdir(), self._aside]:
-            sync_path(path)
+            sync_file(path)
         final = root / f"version-{version:06d}"
         remove(final)  # of a run that was resumed from before it
         self._aside.rename(final)
         prune(root, version)
-        sync_path(root)
+        sync_file(root)
 
     def close(self) -> None:
         """Removes what was not finished, and lets others write to the folder."""
@@ -257,15 +257,6 @@ def remove_unfinished(root: Path) -> None:
     """Removes what was begun and not finished. Only for who holds the lock, or when nobody writes any more."""
     for left in root.glob(f"{UNFINISHED}*"):
         shutil.rmtree(left, ignore_errors=True)  # a rank may be writing to it as it dies
-
-
-def sync_path(path: Path) -> None:
-    """Has a file or a folder reach the disk."""
-    file = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
 
 
 def lock(root: Path) -> int:
@@ -312,7 +303,7 @@ class FolderReader:
             for file in opened.values():
                 os.close(file)
         # What aligns the pieces is in no file, but counts in the digests.
-        for k in (k for s in bucket.segments for k in range(s.first, s.last)):
+        for k in bucket.sent:
             item = ITEM_BYTES[self._address.buffers[int(bucket.moves.target[k])].dtype]
             end = int(bucket.offset[k]) + int(bucket.moves.num_elements[k]) * item
             memory[end : aligned(end)].zero_()

@@ -41,7 +41,7 @@ def unpack(sender: Sender, bucket: Bucket, slot: torch.Tensor) -> dict[str, list
     """The pieces of each buffer in a bucket's bytes."""
     wants = sender.readers[0]
     found: dict[str, list[torch.Tensor]] = {}
-    for k in (k for s in bucket.segments for k in range(s.first, s.last)):
+    for k in bucket.sent:
         buffer, count, length = (int(x[k]) for x in (bucket.moves.target, bucket.moves.count, bucket.moves.length))
         piece = piece_of(slot, wants, buffer, int(bucket.offset[k]), count * length)
         found.setdefault(wants.buffers[buffer].name, []).append(piece)
