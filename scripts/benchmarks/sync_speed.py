@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import ray
 import torch
@@ -77,6 +78,7 @@ def measure_speed(args: argparse.Namespace) -> tuple[list[Row], dict[str, float 
                 f"push_without_probe_vs_load{suffix}": push["without_probe_s"] / load["total_s"],
                 f"push_vs_load_and_memcpy{suffix}": push["total_s"] / (load["total_s"] + memcpy["total_s"]),
                 f"shm_vs_memcpy{suffix}": memcpy["total_s"] / got[f"shm{suffix}"]["total_s"],
+                f"shm_unsigned_vs_memcpy{suffix}": memcpy["total_s"] / got[f"shm_unsigned{suffix}"]["total_s"],
                 f"collective_vs_gloo{suffix}": got[f"gloo{suffix}"]["total_s"] / got[f"collective{suffix}"]["total_s"],
             }
     return rows, ratios, told
@@ -106,6 +108,7 @@ def measure_model(cfg: Config, repeats: int, suffix: str, told: dict[str, Any]) 
             note("load", repeat, load_s)
             note("memcpy", repeat, on_rank(parts, copy_bytes, timeout, parts.sync.num_bytes))
             note("shm", repeat, on_rank(parts, pack_everything, timeout))
+            note("shm_unsigned", repeat, on_rank(parts, pack_unsigned, timeout))
             say(f"{repeat}/{repeats}: push {push_s:.3f} s, load {load_s:.3f} s")
         warm.ring.close()
         other = dataclasses.replace(cfg, sync=dataclasses.replace(cfg.sync, channel=Channel.collective))
@@ -166,6 +169,12 @@ def pack_everything(host: Any) -> float:
         role._sender.pack(turn)
     finish_sending(role)
     return time.monotonic() - started
+
+
+def pack_unsigned(host: Any) -> float:
+    """Seconds of filling every bucket, without signing it."""
+    with mock.patch("weightsync.sender.digest_of", lambda _data: 0):
+        return pack_everything(host)
 
 
 def broadcast_everything(host: Any) -> float:
