@@ -91,6 +91,18 @@ class RolloutEngine:
 
         await self._run(work)
 
+    async def abort(self, request_ids: list[str]) -> None:
+        """Drops requests whose answer nobody waits for; unknown ones are none."""
+
+        def work() -> None:
+            found = [request_id for request_id in request_ids if request_id in self._running]
+            if found:
+                self._llm.abort_request(found)
+            for request_id in found:
+                del self._running[request_id]
+
+        await self._run(work)
+
     async def collect(self, timeout_s: float) -> list[Outcome]:
         """Everything finished since the last call; waits up to `timeout_s` for the first. Raises in a dead engine."""
         if self._dead:

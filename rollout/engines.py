@@ -44,6 +44,9 @@ class EngineHandle:
     async def submit(self, requests: list[Request]) -> None:
         await self.actor.submit.remote(requests)
 
+    async def abort(self, request_ids: list[str]) -> None:
+        await self.actor.abort.remote(request_ids)
+
     async def collect(self, timeout_s: float) -> list[Outcome]:
         outcomes: list[Outcome] = await self.actor.collect.remote(timeout_s)
         return outcomes

@@ -1,83 +1,52 @@
 """The pool of rollout engines: asynchronous inside, in prompt order outside.
 
-A loop in a thread of its own sends prompts as far ahead as `max_lag` allows, routes requests to engines, awaits
-completions and rewards. Lag is a number here, not a second trainer.
+A loop in a thread of its own plays the episodes of prompts as far ahead as `max_lag` allows. Lag is a number here, not
+a second trainer.
 """
 
 import asyncio
 import dataclasses
 import hashlib
-import math
 import random
 import threading
-import traceback
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from typing import Any, Protocol
+from typing import Any
 
 from conf.choices import Advantage
 from conf.schema import Config
-from rl.faults import RoleDied, RoleTimeout, reason_of
+from rl.faults import RoleTimeout
 from rl.prompts import PromptStream
-from rl.types import Completion, Group, Prompt, Sampling, Status, Trajectory
-from rollout.engine import Outcome, Request
-from rollout.rewards import Scored
-
-# How long the pool lets an engine overrun a request's own deadline before it is given up.
-GRACE_S = 30.0
-COLLECT_S = 5.0
-
-
-class EngineClient(Protocol):
-    """What the pool needs of an engine."""
-
-    name: str
-    generation: int  # grows with each restart
-
-    async def submit(self, requests: list[Request]) -> None: ...
-
-    async def collect(self, timeout_s: float) -> list[Outcome]: ...
-
-
-class Scorer(Protocol):
-    """Scores one completion; see rollout.rewards.RewardPool."""
-
-    async def score(self, completion: str, record: dict[str, Any]) -> Scored: ...
+from rl.types import Group, Prompt, Sampling, Trajectory
+from rollout.router import GRACE_S, EngineClient, Router
+from rollout.single_turn import Player
 
 
 class RolloutPool:
-    """Implements rl.roles.Rollouts over engines and a reward function."""
+    """Implements rl.roles.Rollouts over engines and a player of episodes."""
 
     def __init__(
         self,
         cfg: Config,
         engines: Sequence[EngineClient],
         stream: PromptStream,
-        scorer: Scorer,
-        decode: Callable[[list[int]], str],
+        player: Player,
         stop_token_ids: tuple[int, ...],
         is_settled: Callable[[int, int], bool] = lambda _index, _epoch: False,
     ):
-        self.cfg, self.engines, self.stream, self.scorer, self.decode = cfg, list(engines), stream, scorer, decode
-        self.stop_token_ids, self.is_settled = stop_token_ids, is_settled
+        self.cfg, self.stream, self.player = cfg, stream, player
+        self.is_settled = is_settled
         self.sampling = Sampling(
             max_tokens=cfg.rollout.max_tokens, temperature=cfg.rollout.temperature, stop_token_ids=stop_token_ids
         )
         self._groups: deque[asyncio.Task[Group]] = deque()
-        self._waiting: dict[str, asyncio.Future[Outcome]] = {}
-        self._owner: dict[str, int] = {}
-        self._load = [0] * len(self.engines)
-        self._dead: dict[int, str] = {}
-        self._generation = [engine.generation for engine in self.engines]
         self._version = self._position = 0
-        self._serial = 0
         self._aborted: Future[None] = Future()
         self._loop = asyncio.new_event_loop()
+        self.router = Router(cfg.rollout, engines, self._loop)
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout-pool", daemon=True)
         self._thread.start()
-        for index in range(len(self.engines)):
-            self._spawn(self._collect(index))
 
     # -- rl.roles.Rollouts --
 
@@ -94,14 +63,17 @@ class RolloutPool:
         """As rl.roles.Rollouts. Raises RoleTimeout when they do not come, RoleDied when every engine is gone."""
         greedy = self.cfg.algo.advantage is Advantage.remax
         open_groups = max(count, len(self._groups))  # those of later steps queue for the same reward processes
-        groups = self._wait(self._take(count), self._limit_s(open_groups * (self.cfg.samples_per_prompt + greedy)))
+        episodes = open_groups * (self.cfg.samples_per_prompt + greedy)
+        groups = self._wait(self._take(count), self.player.limit_s(episodes) + 2 * GRACE_S)
         if self.cfg.reward.shuffle:
             shuffle_rewards(groups, seed=self.cfg.seed * 1_000_003 + groups[0].position)
         return groups
 
     def sample(self, prompts: Sequence[Prompt], sampling: Sampling, samples: int) -> list[list[Trajectory]]:
         """As rl.roles.Rollouts; request seeds derive from `sampling.seed`, the prompt and the sample."""
-        return self._wait(self._sample(prompts, sampling, samples), self._limit_s(len(prompts) * samples))
+        return self._wait(
+            self._sample(prompts, sampling, samples), self.player.limit_s(len(prompts) * samples) + 2 * GRACE_S
+        )
 
     def abort(self, error: BaseException) -> None:
         """Has whoever waits for the pool, now or later, raise `error`: no engine will answer any more."""
@@ -126,21 +98,12 @@ class RolloutPool:
 
     async def _start_groups(self, count: int) -> None:
         """Starts `count` groups at the next positions, all requests of an engine in one call."""
-        self._revive()
-        batches: list[list[Request]] = [[] for _ in self.engines]
+        self.router.revive()
         for _ in range(count):
             position = self._position = self._unsettled(self._position)
             self._position += 1
-            prompt = self.stream.at(position)
-            pending = []
-            for sample in range(self.cfg.samples_per_prompt):
-                seed = derive_seed("train", self.cfg.seed, position, sample)
-                pending.append(self._prepare(prompt, self.sampling, seed, batches))
-            if self.cfg.algo.advantage is Advantage.remax:
-                greedy = dataclasses.replace(self.sampling, temperature=0.0)
-                pending.append(self._prepare(prompt, greedy, 0, batches))
-            self._groups.append(asyncio.create_task(self._gather(position, prompt, pending, self._version)))
-        await self._send(batches)
+            self._groups.append(asyncio.create_task(self._group(position, self._version)))
+        await self.router.flush()
 
     def _unsettled(self, position: int) -> int:
         """The first position from `position` on whose prompt can teach something; after a whole epoch of others, the
@@ -155,137 +118,42 @@ class RolloutPool:
         await self._start_groups(count - len(self._groups))
         taken = [self._groups.popleft() for _ in range(count)]
         groups = list(await asyncio.gather(*taken))
-        self._require_living()
+        self.router.require_living()
         return groups
 
-    def _require_living(self) -> None:
-        if len(self._dead) == len(self.engines):
-            raise RoleDied("phase rollout: every rollout engine is gone:\n  " + "\n  ".join(self._dead.values()))
-
     async def _sample(self, prompts: Sequence[Prompt], sampling: Sampling, samples: int) -> list[list[Trajectory]]:
-        self._revive()
-        batches: list[list[Request]] = [[] for _ in self.engines]
-        pending = [
-            [
-                self._prepare(prompt, sampling, derive_seed("evaluate", sampling.seed or 0, prompt.index, k), batches)
-                for k in range(samples)
-            ]
-            for prompt in prompts
+        self.router.revive()
+        seeds = [
+            [derive_seed("evaluate", sampling.seed or 0, prompt.index, k) for k in range(samples)] for prompt in prompts
         ]
-        await self._send(batches)
         rows = await asyncio.gather(
             *(
-                asyncio.gather(*(self._finish(prompt, *item) for item in row))
-                for prompt, row in zip(prompts, pending, strict=True)
+                asyncio.gather(*(self._play(prompt, sampling, seed) for seed in row))
+                for prompt, row in zip(prompts, seeds, strict=True)
             )
         )
-        self._require_living()
+        self.router.require_living()
         return [list(row) for row in rows]
 
-    async def _gather(self, position: int, prompt: Prompt, pending: list[tuple[str, int]], version: int) -> Group:
-        trajectories = list(await asyncio.gather(*(self._finish(prompt, *item) for item in pending)))
-        baseline = trajectories.pop() if len(trajectories) > self.cfg.samples_per_prompt else None
+    async def _group(self, position: int, version: int) -> Group:
+        prompt, samples = self.stream.at(position), self.cfg.samples_per_prompt
+        seeds = [derive_seed("train", self.cfg.seed, position, sample) for sample in range(samples)]
+        plays = [self._play(prompt, self.sampling, seed) for seed in seeds]
+        if self.cfg.algo.advantage is Advantage.remax:
+            plays.append(self._play(prompt, dataclasses.replace(self.sampling, temperature=0.0), 0))
+        trajectories = list(await asyncio.gather(*plays))
+        baseline = trajectories.pop() if len(trajectories) > samples else None
         if baseline is not None and not baseline.valid:  # without it the others have no advantage
             for trajectory in trajectories:
                 trajectory.status, trajectory.error = baseline.status, f"the greedy baseline failed: {baseline.error}"
         return Group(position=position, prompt=prompt, trajectories=trajectories, version=version, baseline=baseline)
 
-    def _prepare(self, prompt: Prompt, sampling: Sampling, seed: int, batches: list[list[Request]]) -> tuple[str, int]:
-        """Adds one request to the batch of the least loaded living engine; gives its id and engine."""
-        alive = [i for i in range(len(self.engines)) if i not in self._dead]
-        engine = min(alive, key=lambda i: (self._load[i], i), default=0)
-        self._load[engine] += 1
-        self._serial += 1
-        room = self.cfg.rollout.max_model_len - len(prompt.token_ids)
-        request = Request(
-            request_id=f"r{self._serial}",
-            prompt_ids=prompt.token_ids,
-            sampling=Sampling(
-                max_tokens=min(sampling.max_tokens, room),
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-                seed=seed,
-                stop_token_ids=sampling.stop_token_ids,
-            ),
-            deadline_s=self.cfg.rollout.deadline_s,
-        )
-        batches[engine].append(request)
-        self._waiting[request.request_id] = self._loop.create_future()
-        self._owner[request.request_id] = engine
-        return request.request_id, engine
-
-    async def _send(self, batches: list[list[Request]]) -> None:
-        for index, requests in enumerate(batches):
-            if requests:
-                try:
-                    await self.engines[index].submit(requests)
-                except Exception as error:
-                    self._bury(index, error)
-
-    async def _collect(self, index: int) -> None:
-        """Brings finished requests of one engine in, until the engine fails."""
-        generation = self._generation[index]
-        while generation == self._generation[index]:
-            try:
-                outcomes = await self.engines[index].collect(COLLECT_S)
-            except Exception as error:
-                if self.engines[index].generation == generation:  # else it is being restarted, or was
-                    self._bury(index, error)
-                return
-            for outcome in outcomes:
-                self._resolve(outcome)
-
-    def _resolve(self, outcome: Outcome) -> None:
-        future = self._waiting.get(outcome.request_id)
-        if future is not None and not future.done():
-            future.set_result(outcome)
-
-    def _revive(self) -> None:
-        """Takes engines back that were restarted; what they had been asked before is lost."""
-        for index, engine in enumerate(self.engines):
-            if engine.generation > self._generation[index]:
-                self._bury(index, RuntimeError("it was restarted"))
-                del self._dead[index]
-                self._generation[index] = engine.generation
-                self._spawn(self._collect(index))
-
-    def _bury(self, index: int, error: Exception) -> None:
-        """Marks an engine dead; requests that wait for it end with its error."""
-        name = self.engines[index].name
-        self._dead[index] = f"{name}: {reason_of(error, name)}"
-        for request_id, engine in self._owner.items():
-            if engine == index:
-                self._resolve(Outcome(request_id=request_id, error=self._dead[index]))
-
-    async def _finish(self, prompt: Prompt, request_id: str, engine: int) -> Trajectory:
-        """The trajectory of one request: completion, then reward. Never raises: failure is a status."""
-        outcome = await self._outcome(request_id, engine)
-        self._load[engine] -= 1
-        if outcome.completion is None:
-            status = Status.engine_timeout if outcome.timed_out else Status.engine_failed
-            return failed(prompt, status, outcome.error)
-        trajectory = as_trajectory(outcome.completion)
+    async def _play(self, prompt: Prompt, sampling: Sampling, seed: int) -> Trajectory:
+        lane = self.router.lane()
         try:
-            trajectory.text = self.decode(outcome.completion.token_ids)
-            scored = await self.scorer.score(trajectory.text, prompt.record)
-        except Exception:
-            scored = Scored(reward=None, status=Status.reward_failed, error=traceback.format_exc(), seconds=0.0)
-        trajectory.status, trajectory.error = scored.status, scored.error
-        trajectory.reward = scored.reward if scored.reward is not None else 0.0
-        trajectory.rewards = scored.rewards
-        return trajectory
-
-    async def _outcome(self, request_id: str, engine: int) -> Outcome:
-        if engine in self._dead:
-            self._resolve(Outcome(request_id=request_id, error=self._dead[engine]))
-        try:
-            return await asyncio.wait_for(self._waiting[request_id], self.cfg.rollout.deadline_s + GRACE_S)
-        except TimeoutError:
-            error = f"{self.engines[engine].name} does not answer ({GRACE_S:g} s beyond rollout.deadline_s)"
-            return Outcome(request_id=request_id, error=error, timed_out=True)
+            return await self.player.play(lane, prompt, sampling, seed)
         finally:
-            del self._waiting[request_id], self._owner[request_id]
+            lane.close()
 
     async def _cancel_all(self) -> None:
         """Ends every task of the loop, then the loop."""
@@ -300,11 +168,6 @@ class RolloutPool:
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    def _limit_s(self, samples: int) -> float:
-        """How long the completions and, one after another in each reward process, the rewards of `samples` may take."""
-        in_line = math.ceil(samples / self.cfg.reward.num_workers)
-        return self.cfg.rollout.deadline_s + self.cfg.reward.deadline_s * in_line + 2 * GRACE_S
-
     def _wait(self, work: Coroutine[Any, Any, Any], timeout_s: float) -> Any:
         future = self._spawn(work)
         done, _ = wait([future, self._aborted], timeout_s, FIRST_COMPLETED)
@@ -314,8 +177,8 @@ class RolloutPool:
         if self._aborted in done:
             self._aborted.result()
         raise RoleTimeout(
-            f"phase rollout: engines and reward processes were not done in {timeout_s:g} s; "
-            f"{len(self._waiting)} requests to the engines are open"
+            f"phase rollout: the episodes were not done in {timeout_s:g} s; "
+            f"{self.router.num_open} requests to the engines are open"
         )
 
 
@@ -323,33 +186,6 @@ def derive_seed(*parts: object) -> int:
     """A 31-bit seed from what names a sample uniquely, such as (purpose, run seed, position, sample)."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") >> 1
-
-
-def as_trajectory(completion: Completion) -> Trajectory:
-    """One engine call as a trajectory: the prompt, then what was sampled."""
-    prompt = len(completion.prompt_ids)
-    return Trajectory(
-        token_ids=completion.prompt_ids + completion.token_ids,
-        prompt_len=prompt,
-        action_mask=[False] * prompt + [True] * len(completion.token_ids),
-        logprobs=[0.0] * prompt + completion.logprobs,
-        versions=[-1] * prompt + completion.versions,
-        truncated=completion.finish_reason == "length",
-    )
-
-
-def failed(prompt: Prompt, status: Status, error: str) -> Trajectory:
-    """An episode without a completion: only its prompt, its status and its error."""
-    count = len(prompt.token_ids)
-    return Trajectory(
-        token_ids=list(prompt.token_ids),
-        prompt_len=count,
-        action_mask=[False] * count,
-        logprobs=[0.0] * count,
-        versions=[-1] * count,
-        status=status,
-        error=error,
-    )
 
 
 def shuffle_rewards(groups: Sequence[Group], seed: int) -> None:

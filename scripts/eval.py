@@ -29,6 +29,7 @@ def run(cfg: Config) -> int:
     from rollout.pool import RolloutPool
     from rollout.preflight import prepare, require_engine_device
     from rollout.rewards import RewardPool
+    from rollout.single_turn import SingleTurn
 
     cfg = dataclasses.replace(cfg, evaluation=dataclasses.replace(cfg.evaluation, every=1))
     checkpoint = as_checkpoint(Path(cfg.resume)) if cfg.resume not in ("auto", "never") else None
@@ -47,7 +48,9 @@ def run(cfg: Config) -> int:
         scorer = RewardPool(cfg.reward)
         stack.callback(scorer.close)
         stream = PromptStream(prompts=prepared.train, seed=cfg.seed, shuffle=cfg.data.shuffle)
-        pool = RolloutPool(cfg, engines.handles, stream, scorer, prepared.decode, prepared.stop_token_ids)
+        pool = RolloutPool(
+            cfg, engines.handles, stream, SingleTurn(cfg, scorer, prepared.decode), prepared.stop_token_ids
+        )
         stack.callback(pool.close)
         result = evaluate(cfg, pool, prepared.held_out, prepared.stop_token_ids)
     source = str(checkpoint or cfg.model.path)

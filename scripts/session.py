@@ -49,6 +49,7 @@ from rollout.preflight import (
     require_memory,
 )
 from rollout.rewards import RewardPool
+from rollout.single_turn import SingleTurn
 from rollout.turns import Turns
 from scripts.sft import warm_start
 from scripts.wiring import KINDS, connect_sync, make_groups, role_paths, start_in_turn
@@ -229,8 +230,7 @@ class Session:
             cfg,
             engines.handles,
             stream,
-            scorer,
-            prepared.decode,
+            SingleTurn(cfg, scorer, prepared.decode),
             prepared.stop_token_ids,
             partial(is_settled, cfg.algo, self.state.pass_rates),
         )

@@ -20,6 +20,7 @@ from rollout.engine import sampling_params
 from rollout.pool import RolloutPool, derive_seed
 from rollout.preflight import prepare
 from rollout.rewards import RewardPool
+from rollout.single_turn import SingleTurn
 from scripts.benchmarks.common import (
     Result,
     Row,
@@ -121,7 +122,9 @@ def measure(args: argparse.Namespace) -> Result:
             )
             stream = PromptStream(prompts=prepared.train, seed=cfg.seed, shuffle=cfg.data.shuffle)
             scorer = RewardPool(cfg.reward)
-            pool = RolloutPool(cfg, parts.engines.handles, stream, scorer, prepared.decode, stop_token_ids=())
+            pool = RolloutPool(
+                cfg, parts.engines.handles, stream, SingleTurn(cfg, scorer, prepared.decode), stop_token_ids=()
+            )
             try:
                 for repeat in range(args.repeats + 1):  # the first warms both sides up
                     positions = range(repeat * args.prompts, (repeat + 1) * args.prompts)

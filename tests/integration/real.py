@@ -25,7 +25,7 @@ from conf.schema import ClusterConfig, Config
 from rl.types import Completion, Group, Prompt, Sampling
 from rollout.engine import Outcome, Request
 from rollout.engines import EngineGroup, EngineHandle
-from rollout.pool import as_trajectory
+from rollout.single_turn import as_trajectory
 from weightsync.sync import WeightSync
 
 START_S = 150.0

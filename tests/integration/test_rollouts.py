@@ -25,10 +25,11 @@ from rl.metrics import batch_metrics
 from rl.prompts import PromptStream
 from rl.sampling import Draw
 from rl.types import Group, Prompt, Sampling, Status, Trajectory
-from rollout import pool as pool_module
+from rollout import router as router_module
 from rollout.engines import EngineGroup
 from rollout.pool import RolloutPool
 from rollout.preflight import prepare
+from rollout.single_turn import SingleTurn
 from tests.integration.real import (
     ask,
     collect,
@@ -75,10 +76,14 @@ def engines(folder: Path) -> Iterator[EngineGroup]:
 MakePool = Callable[..., RolloutPool]
 
 
+def spell(token_ids: list[int]) -> str:
+    return " ".join(map(str, token_ids))
+
+
 @pytest.fixture
 def make_pool(engines: EngineGroup, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakePool]:
     """Pools over the two engines; only one at a time, as two would take each other's answers."""
-    monkeypatch.setattr(pool_module, "COLLECT_S", COLLECT_S)
+    monkeypatch.setattr(router_module, "COLLECT_S", COLLECT_S)
     pools: list[RolloutPool] = []
 
     def close() -> None:
@@ -92,7 +97,7 @@ def make_pool(engines: EngineGroup, monkeypatch: pytest.MonkeyPatch) -> Iterator
         rows = [Prompt(index=i, token_ids=list(ids), record={}) for i, ids in enumerate(prompts)]
         stream = PromptStream(prompts=rows, seed=cfg.seed, shuffle=False)
         scorer = FunctionScorer(lambda text, record: float(len(text) % 2))
-        pools.append(RolloutPool(cfg, engines.handles, stream, scorer, lambda ids: " ".join(map(str, ids)), ()))
+        pools.append(RolloutPool(cfg, engines.handles, stream, SingleTurn(cfg, scorer, spell), ()))
         return pools[-1]
 
     yield make

@@ -34,8 +34,9 @@ from rl.roles import Metrics
 from rl.schedule import learning_rate, warmup_steps
 from rl.types import Batch, Completion, Group, Prompt, Sampling, Scores, Status, Trajectory
 from rollout.engine import Outcome, Request
-from rollout.pool import as_trajectory, derive_seed
+from rollout.pool import derive_seed
 from rollout.rewards import Scored
+from rollout.single_turn import as_trajectory
 from weightsync.channels.shm import Ring, RingReader
 from weightsync.plan import Buffer, Item, Link, Seat, Turn, Wanted, fingerprint, narrowed
 from weightsync.planner import plan_streams
@@ -341,6 +342,9 @@ class TinyEngine:
     async def submit(self, requests: list[Request]) -> None:
         self.waiting += requests
         self._work()
+
+    async def abort(self, request_ids: list[str]) -> None:
+        self.waiting = [request for request in self.waiting if request.request_id not in request_ids]
 
     async def collect(self, timeout_s: float) -> list[Outcome]:
         self.loop = asyncio.get_running_loop()

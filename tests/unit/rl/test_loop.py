@@ -22,6 +22,7 @@ from rl.roles import Metrics, Roles
 from rl.timing import make_timer
 from rl.types import Batch, Group, RunState
 from rollout.pool import RolloutPool
+from rollout.single_turn import SingleTurn
 from tests.unit.stand_ins import (
     CopySync,
     DirectRollouts,
@@ -266,7 +267,7 @@ def pool_roles(cfg: Config, lm: TinyLm, scorer: FunctionScorer, engines: int = 2
     source = TinySource(lm)
     sinks = [TinyEngine(f"engine {i}", source) for i in range(engines)]
     sync = WeightSync(source, sinks, [1, 2, 3, 4], 1e-6, SyncConfig(timeout_s=20.0), 20.0)
-    pool = RolloutPool(cfg, sinks, make_stream(cfg), scorer, decode, stop_token_ids=(0,))
+    pool = RolloutPool(cfg, sinks, make_stream(cfg), SingleTurn(cfg, scorer, decode), stop_token_ids=(0,))
     return Roles(policy=SgdPolicy(cfg, lm), rollouts=pool, sync=sync)
 
 

@@ -16,8 +16,9 @@ from rl.prompts import PromptStream
 from rl.types import Completion, Prompt, Sampling, Status
 from rollout import pool as pool_module
 from rollout.engine import Outcome, Request
-from rollout.pool import RolloutPool, as_trajectory, derive_seed, shuffle_rewards
+from rollout.pool import RolloutPool, derive_seed, shuffle_rewards
 from rollout.rewards import Scored
+from rollout.single_turn import SingleTurn, as_trajectory
 from tests.unit.stand_ins import FunctionScorer, make_cfg, make_group, make_prompts
 
 
@@ -26,6 +27,7 @@ class ScriptedEngine:
 
     def __init__(self, name: str = "engine 0"):
         self.name, self.requests, self.generation = name, list[Request](), 1
+        self.aborted: list[str] = []
         self.submit_error: Exception | None = None
         self._events: asyncio.Queue[Outcome | Exception] = asyncio.Queue()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -64,8 +66,15 @@ class ScriptedEngine:
         assert self._collecting.wait(10) and self._loop is not None
         self._loop.call_soon_threadsafe(self._events.put_nowait, event)
 
+    async def abort(self, request_ids: list[str]) -> None:
+        self.aborted += request_ids
+
 
 MakePool = Callable[..., RolloutPool]
+
+
+def spell(token_ids: list[int]) -> str:
+    return " ".join(map(str, token_ids))
 
 
 @pytest.fixture
@@ -76,7 +85,7 @@ def make_pool() -> Iterator[MakePool]:
     def make(cfg: Config, *engines: ScriptedEngine, scorer: Any = None, prompts: list[Prompt] | None = None) -> Any:
         stream = PromptStream(prompts=prompts or make_prompts(8), seed=cfg.seed, shuffle=False)
         scorer = scorer or FunctionScorer(lambda text, record: float(record.get("id", 0)))
-        pools.append(RolloutPool(cfg, engines, stream, scorer, lambda ids: " ".join(map(str, ids)), (0, 9)))
+        pools.append(RolloutPool(cfg, engines, stream, SingleTurn(cfg, scorer, spell), (0, 9)))
         return pools[-1]
 
     yield make
@@ -422,7 +431,7 @@ def test_next_groups_that_never_come_time_out(make_pool: MakePool, monkeypatch: 
     pool = make_pool(cfg, engine, scorer=StuckScorer())
     pool.start(0, version=0)
     finish_all(engine)
-    with pytest.raises(RoleTimeout, match="phase rollout: engines and reward processes were not done"):
+    with pytest.raises(RoleTimeout, match="phase rollout: the episodes were not done"):
         pool.next_groups(2)
 
 
