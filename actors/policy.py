@@ -34,6 +34,9 @@ from weightsync.sides import VERSIONS_KEPT
 SCORES = ("logprobs", "entropy", "divergence")  # what a forward of actors.forward.Scorer gives, in its order
 
 
+PROBE_CHUNKS = 4  # of its logits, which would else be most of what a push needs besides its buckets
+
+
 class PolicyRank(Rank):
     """One rank of the policy: scoring, updates, weights for the sync; of a frozen model: scoring."""
 
@@ -295,7 +298,7 @@ class PolicyRank(Rank):
     def probe(self, row: list[int]) -> list[float]:
         """Log-probabilities at temperature 1 of each token of `row` but the first. Collective under ZeRO-3."""
         if self._probe_logprobs is None or tuple(row) != self._probe_row:
-            logprobs, *_ = self.engine(self.on_device(probe_batch(row)), 1, 1.0, Layout.padded)
+            logprobs, *_ = self.engine(self.on_device(probe_batch(row)), PROBE_CHUNKS, 1.0, Layout.padded)
             self._probe_row, self._probe_logprobs = tuple(row), [float(x) for x in logprobs[0, 1:].cpu()]
             self.release()
         return self._probe_logprobs

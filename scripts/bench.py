@@ -130,6 +130,9 @@ def main(argv: list[str]) -> int:
     write_result(result | {"took_s": time.monotonic() - started}, args.json)
     print_result(result)
     print(f"wrote {args.json}")
+    if "wrong" in result:
+        print(f"error: {result['wrong']}", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -106,6 +106,11 @@ class WeightSync:
             self._settled = pushing.result()
         return self._settled
 
+    def forget(self) -> None:
+        """Has the next push be whole, as the first one."""
+        self.settle()
+        self._since_whole = 0
+
     def rollback(self) -> Metrics:
         """Gives the engines the version before the last one again, whole: sync.snapshot keeps its weights.
 
@@ -118,7 +123,7 @@ class WeightSync:
             raise SyncError(
                 f"no version before {self.report.version} is kept; sync.snapshot=true keeps one from the second push on"
             )
-        self._since_whole = 0
+        self.forget()
         return self._push(version, lambda: None, again=True)
 
     def _push(self, version: int, taken: Callable[[], None], again: bool = False) -> Metrics:

@@ -25,7 +25,7 @@ from conf.choices import Channel
 from conf.schema import Config
 from rollout.preflight import prepare
 from scripts.benchmarks.common import Parts, Row, bench_config, medians, say, start_parts
-from scripts.benchmarks.sync_matrix import set_config
+from scripts.benchmarks.sync_matrix import held_bytes, on_ranks, peaks_of_push, set_config
 from scripts.wiring import probe_row
 from weightsync.channels.shm import Ring, open_ring
 from weightsync.folder import own_shapes
@@ -79,6 +79,7 @@ def measure_speed(args: argparse.Namespace) -> tuple[list[Row], dict[str, float 
                 f"push_vs_load_and_memcpy{suffix}": push["total_s"] / (load["total_s"] + memcpy["total_s"]),
                 f"shm_vs_memcpy{suffix}": memcpy["total_s"] / got[f"shm{suffix}"]["total_s"],
                 f"shm_unsigned_vs_memcpy{suffix}": memcpy["total_s"] / got[f"shm_unsigned{suffix}"]["total_s"],
+                f"peak_extra_vs_bucket{suffix}": told[f"peak_extra_bytes{suffix}"] / cfg.sync.bucket_bytes,
                 f"collective_vs_gloo{suffix}": got[f"gloo{suffix}"]["total_s"] / got[f"collective{suffix}"]["total_s"],
             }
     return rows, ratios, told
@@ -97,6 +98,10 @@ def measure_model(cfg: Config, repeats: int, suffix: str, told: dict[str, Any]) 
         handle, timeout = parts.engines.handles[0], cfg.sync.timeout_s
         warm = fill_memory(Path(cfg.model.path), cfg.trainer.dtype.value)
         told[f"num_bytes{suffix}"] = parts.sync.num_bytes
+        before = on_ranks(parts.group, held_bytes)
+        peaks = peaks_of_push(parts.group, parts.sync, 0)
+        told[f"peak_extra_bytes{suffix}"] = cfg.sync.bucket_bytes + peaks[0] - before[0]  # the slots were there before
+        told["bucket_bytes"] = cfg.sync.bucket_bytes
         for repeat in range(repeats + 1):
             started = time.monotonic()
             metrics = parts.sync.push(version=repeat)
