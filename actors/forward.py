@@ -176,13 +176,13 @@ def own_hidden(base: torch.nn.Module, batch: Batch, sequence: SequenceGroup) -> 
 
 
 def shared_prefix_hidden(base: torch.nn.Module, config: Any, batch: Batch) -> torch.Tensor:
-    """As `padded_hidden`, with the prompt of each group computed once.
+    """As `padded_hidden`, with the prompt of rows that share it computed once.
 
     The prompt runs with gradients kept; its keys and values are expanded to the rows of the group, whose responses run
     against them. Exact: loss and gradient equal the padded layout's. Action tokens must lie behind `prompt_len`.
     """
     tokens, prompt_len, lengths = batch.tokens, batch.prompt_len, batch.attention_mask.sum(-1)
-    _, owner = torch.unique(batch.group_index, return_inverse=True)
+    _, owner = torch.unique(batch.prefix_index, return_inverse=True)
     first = torch.stack([(owner == g).nonzero()[0, 0] for g in range(int(owner.max()) + 1)])
     prompts, prompt_lens = tokens[first, : int(prompt_len.max())], prompt_len[first]
     cache = DynamicCache(config=config)

@@ -338,6 +338,8 @@ def probe_batch(row: list[int]) -> Batch:
         rollout_logprobs=torch.zeros(1, count),
         rewards=torch.zeros(1),
         group_index=torch.zeros(1, dtype=torch.long),
+        episode_index=torch.zeros(1, dtype=torch.long),
+        prefix_index=torch.zeros(1, dtype=torch.long),
         prompt_len=torch.ones(1, dtype=torch.long),
         version=torch.zeros(1, dtype=torch.long),
         truncated=torch.zeros(1, dtype=torch.bool),

@@ -185,6 +185,8 @@ def dummy_batch(with_teacher: bool = False, with_reference: bool = False) -> Bat
         rollout_logprobs=zeros,
         rewards=torch.zeros(1),
         group_index=torch.zeros(1, dtype=torch.long),
+        episode_index=torch.zeros(1, dtype=torch.long),
+        prefix_index=torch.zeros(1, dtype=torch.long),
         prompt_len=torch.ones(1, dtype=torch.long),
         version=torch.zeros(1, dtype=torch.long),
         truncated=torch.zeros(1, dtype=torch.bool),

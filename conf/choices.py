@@ -53,6 +53,7 @@ class Advantage(Enum):
     remax = "remax"
     reinforce_pp = "reinforce_pp"
     reinforce_pp_baseline = "reinforce_pp_baseline"
+    turns = "turns"
     gae = "gae"
     teacher = "teacher"
 
@@ -131,3 +132,28 @@ class Channel(Enum):
     ipc = "ipc"
     collective = "collective"
     disk = "disk"
+
+
+class Isolation(Enum):
+    """Where an environment's code runs: on the driver's event loop, in a thread, a process, or a sandboxed process."""
+
+    inline = "inline"
+    thread = "thread"
+    process = "process"
+    sandbox = "sandbox"
+
+
+class Rewrite(Enum):
+    """What to do about chat templates that change a turn once it is history."""
+
+    refuse = "refuse"
+    keep = "keep"
+    fork = "fork"
+
+
+class Context(Enum):
+    """What to do when a conversation has no room for another turn."""
+
+    stop = "stop"
+    window = "window"
+    compact = "compact"

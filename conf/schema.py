@@ -16,9 +16,11 @@ from conf.choices import (
     Advantage,
     Aggregation,
     Channel,
+    Context,
     Correction,
     Device,
     Dtype,
+    Isolation,
     KlEstimator,
     KlPlace,
     Layout,
@@ -26,12 +28,15 @@ from conf.choices import (
     PolicyLoss,
     Quantization,
     Recompute,
+    Rewrite,
     Schedule,
     Template,
     Truncated,
 )
 from conf.errors import ConfigError
 from conf.layout import TrainLayout
+
+NO_REWARD = "rollout.tasks.nothing.reward"  # of conf/reward/none.yaml
 
 
 def option(default: Any, help: str) -> Any:
@@ -74,13 +79,14 @@ class AlgoConfig:
     advantage: Advantage = option(
         Advantage.group,
         "group (against the group's mean), rloo (against the other members' mean), remax (against the greedy answer), "
-        "reinforce_pp (returns), reinforce_pp_baseline (group mean, to be whitened), gae (a critic), teacher (distill)",
+        "reinforce_pp (returns), reinforce_pp_baseline (group mean, to be whitened), turns (the return from each turn "
+        "on against the other members' mean), gae (a critic), teacher (distill)",
     )
     normalize_std: bool = option(
         True, "divide group advantages by the group's sample standard deviation (GRPO); false is Dr.GRPO's"
     )
     whiten: bool = option(False, "then shift and scale advantages to mean 0 and variance 1 over the batch's tokens")
-    gamma: float = option(1.0, "discount of a later action token (gae, reinforce_pp)")
+    gamma: float = option(1.0, "discount of a later action token (gae, reinforce_pp) or turn (turns)")
     gae_lambda: float = option(1.0, "decay of later temporal differences (gae)")
     bootstrap_truncated: bool = option(
         False, "count on the critic's value after the last token of a truncated row (gae); false takes it as an end"
@@ -183,7 +189,7 @@ class AlgoConfig:
             f"algo.reference_refresh={self.reference_refresh} with algo.kl_coef={self.kl_coef}: "
             "there is no reference to refresh; set algo.kl_coef above 0",
         )
-        by_token = (Advantage.gae, Advantage.reinforce_pp, Advantage.teacher)
+        by_token = (Advantage.gae, Advantage.reinforce_pp, Advantage.turns, Advantage.teacher)
         require(
             not (self.loss is PolicyLoss.gmpo and self.advantage in by_token),
             f"algo.loss={self.loss.value} with algo.advantage={self.advantage.value}: this loss takes one advantage "
@@ -305,6 +311,7 @@ class DataConfig:
     eval_path: str | None = option(
         None, "held-out prompts, in the same formats; null holds out the last `eval_size` rows of `path`"
     )
+    from_env: bool = option(False, "tasks that the environment makes itself, `size` of them (`make_task`)")
     prompt_key: str = option("prompt", "column with the prompt: a string, or a list of chat messages")
     template: Template = option(
         Template.chat, "chat: render with the tokenizer's chat template; plain: encode the text as it is"
@@ -322,9 +329,10 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         require(
-            bool(self._target_) != bool(self.path),
-            f"data._target_={self._target_ or 'null'} with data.path={self.path or 'null'}: "
-            "exactly one says where prompts come from; write data=file data.path=FILE, or choose a generator",
+            [bool(self._target_), bool(self.path), self.from_env].count(True) == 1,
+            f"data._target_={self._target_ or 'null'} with data.path={self.path or 'null'}, data.from_env="
+            f"{str(self.from_env).lower()}: exactly one says where prompts come from; write data=file data.path=FILE, "
+            "choose a generator, or with an environment data=env",
         )
         require_range("data.", "size", self.size, 1)
         require_range("data.", "eval_size", self.eval_size, 0)
@@ -363,6 +371,63 @@ class RewardConfig:
         )
         require_range("reward.", "deadline_s", self.deadline_s, 0, open_low=True)
         require_range("reward.", "num_workers", self.num_workers, 1)
+
+
+@dataclass(kw_only=True)
+class EnvConfig:
+    """The environment of multi-turn episodes; without one, each prompt is answered once and scored by reward.*."""
+
+    _target_: str | None = option(
+        None, "import path of the class of an environment (rollout.environment.Environment); null is none"
+    )
+    kwargs: dict[str, Any] = option({}, "arguments of the class")
+    isolation: Isolation = option(
+        Isolation.process,
+        "where its code runs: inline (on the event loop: quick code that is trusted), thread, process (killed when it "
+        "hangs), or sandbox (a process without network and files)",
+    )
+    max_concurrent: int = option(64, "episodes at a time; each has a process of its own where isolation says so")
+    max_turns: int = option(16, "turns of the policy in one episode; after that it ends truncated")
+    tool_format: str = option(
+        "auto",
+        "how the model writes tool calls: hermes, llama, xml, none, vllm:NAME (vLLM's parser of that name), or auto "
+        "(by the chat template)",
+    )
+    on_rewrite: Rewrite = option(
+        Rewrite.refuse,
+        "chat templates that change a turn once it is history, as by stripping its thinking: refuse, keep (turns stay "
+        "as they were sampled) or fork (rendered anew after each turn, a row of its own)",
+    )
+    context: Context = option(
+        Context.stop,
+        "when the next turn has no room: stop (the episode ends truncated), window (the oldest turns are left out, the "
+        "beginning stays) or compact (the model sums the conversation up, and goes on from there)",
+    )
+    context_tokens: int = option(0, "longest conversation before that happens; 0 takes rollout.max_model_len")
+    window_turns: int = option(4, "with context=window, the newest turns that stay")
+    summary_tokens: int = option(128, "with context=compact, most tokens of a summary")
+    observation_tokens: int = option(0, "longest message of the environment; its middle is cut out. 0 is no limit")
+    reset_s: float = option(60.0, "seconds that the environment may take for its start")
+    step_s: float = option(30.0, "seconds that one step may take")
+    score_s: float = option(60.0, "seconds that scoring an episode may take")
+    close_s: float = option(10.0, "seconds that closing it may take")
+    episode_s: float = option(1800.0, "seconds that a whole episode may take")
+    retries: int = option(1, "times that an episode is played again whose environment or engine has failed")
+    max_failures: int = option(32, "failures of the environment in a row, of any episodes, after which the run ends")
+
+    def __post_init__(self) -> None:
+        for key in ("max_concurrent", "max_turns", "window_turns", "summary_tokens", "max_failures"):
+            require_range("env.", key, getattr(self, key), 1)
+        for key in ("context_tokens", "observation_tokens", "retries"):
+            require_range("env.", key, getattr(self, key), 0)
+        for key in ("reset_s", "step_s", "score_s", "close_s", "episode_s"):
+            require_range("env.", key, getattr(self, key), 0, open_low=True)
+        known = ("auto", "hermes", "llama", "xml", "none")
+        require(
+            self.tool_format in known or self.tool_format.startswith("vllm:"),
+            f"env.tool_format={self.tool_format}: must be one of {', '.join(known)}, or vllm:NAME",
+        )
+        require(self._target_ != "", "env._target_='': give PACKAGE.MODULE.CLASS, or null for none")
 
 
 @dataclass(kw_only=True)
@@ -738,6 +803,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=lambda: DataConfig(_target_="rollout.tasks.arithmetic.generate"))
     reward: RewardConfig = field(default_factory=RewardConfig)
+    env: EnvConfig = field(default_factory=EnvConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -772,7 +838,7 @@ class Config:
             self.name.replace("-", "").replace("_", "").replace(".", "").isalnum(),
             f"name={self.name!r}: use letters, digits, '-', '_' and '.' (it becomes part of a folder's name)",
         )
-        compares = (Advantage.group, Advantage.rloo, Advantage.reinforce_pp_baseline)
+        compares = (Advantage.group, Advantage.rloo, Advantage.reinforce_pp_baseline, Advantage.turns)
         require(
             self.samples_per_prompt >= 2 or self.algo.advantage not in compares,
             f"samples_per_prompt={self.samples_per_prompt} with algo.advantage={self.algo.advantage.value}: "
@@ -784,6 +850,7 @@ class Config:
             "a group of one never has signal, so every one would be replaced; use at least 2",
         )
         self._check_roles()
+        self._check_env()
         require(
             self.prompts_per_step % self.algo.num_mini_batches == 0,
             f"prompts_per_step={self.prompts_per_step} with algo.num_mini_batches={self.algo.num_mini_batches}: "
@@ -863,6 +930,30 @@ class Config:
             f"trainer.layout=shared_prefix with prompts_per_step={self.prompts_per_step}, algo.num_mini_batches="
             f"{self.algo.num_mini_batches} and {ranks}: "
             "a rank would have no group; use trainer.layout=padded",
+        )
+
+    def _check_env(self) -> None:
+        """What goes together with an environment, and what only with one."""
+        env, target = self.env, self.env._target_
+        require(
+            target is not None or not self.data.from_env,
+            "data.from_env=true with env._target_=null: there is no environment to make tasks; choose one, as in "
+            "env=guess",
+        )
+        require(
+            target is None or self.reward._target_ == NO_REWARD,
+            f"env._target_={target} with reward._target_={self.reward._target_}: the environment gives the rewards; "
+            "use reward=none",
+        )
+        require(
+            target is None or self.algo.advantage is not Advantage.remax,
+            f"env._target_={target} with algo.advantage=remax: the greedy answer is that of one turn; use another "
+            "estimator",
+        )
+        require(
+            env.context_tokens <= self.rollout.max_model_len,
+            f"env.context_tokens={env.context_tokens} with rollout.max_model_len={self.rollout.max_model_len}: an "
+            "engine takes no more than the latter",
         )
 
     def _check_roles(self) -> None:
@@ -969,6 +1060,7 @@ SECTIONS: dict[str, type] = {
     "model": ModelConfig,
     "data": DataConfig,
     "reward": RewardConfig,
+    "env": EnvConfig,
     "trainer": TrainerConfig,
     "lora": LoraConfig,
     "rollout": RolloutConfig,

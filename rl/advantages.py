@@ -34,6 +34,16 @@ def group_statistics(
     return centred, std[member], size[member], signal[member]
 
 
+def first_rows(episode_index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(number [E] of the first row of each episode, the episode [B] of each row): an episode that has forked into
+    several rows counts once, by its first, which can still earn all that the episode has earned."""
+    _, episode = torch.unique(episode_index, return_inverse=True)
+    rows = torch.arange(len(episode))
+    num_episodes = int(episode.max()) + 1 if len(episode) else 0
+    first = torch.full((num_episodes,), len(rows)).scatter_reduce(0, episode, rows, "amin")
+    return first, episode
+
+
 def group_advantages(rewards: torch.Tensor, group_index: torch.Tensor, normalize_std: bool) -> torch.Tensor:
     """Reward minus the mean of its group, optionally over the group's sample standard deviation (divisor n - 1).
 
@@ -62,6 +72,45 @@ def returns_to_go(rewards: torch.Tensor, mask: torch.Tensor, gamma: float) -> to
     """
     returns, _ = generalized_advantages(rewards, torch.zeros_like(rewards), mask, gamma, 1.0)
     return returns
+
+
+def turn_returns(rewards: torch.Tensor, mask: torch.Tensor, gamma: float) -> torch.Tensor:
+    """[B, T] float32: on every token of a turn its rewards and, discounted by gamma for each turn, those of later ones;
+    0 where masked. A turn is a run of action tokens; what stands behind it until the next belongs to it."""
+    starts = mask & ~torch.nn.functional.pad(mask, (1, 0))[:, :-1]
+    turn = starts.cumsum(-1)
+    count = int(turn.max()) + 1 if turn.numel() else 1
+    returns = torch.zeros(len(mask), count, dtype=torch.float64).scatter_add(1, turn, rewards.double())
+    for k in reversed(range(count - 1)):
+        returns[:, k] += gamma * returns[:, k + 1]
+    return masked_fill_zero(returns.gather(1, turn), mask).float()
+
+
+def turn_advantages(
+    rewards: torch.Tensor,
+    mask: torch.Tensor,
+    group_index: torch.Tensor,
+    episode_index: torch.Tensor,
+    gamma: float,
+    normalize_std: bool,
+) -> torch.Tensor:
+    """[B, T] float32: the return from each turn on, minus the mean return of the group's *other* episodes from their
+    start on, optionally over the group's standard deviation.
+
+    The baseline depends on nothing that the episode did, so the gradient is unbiased; a baseline for each number of a
+    turn would not be, where the policy chooses how many there are.
+    Ahmadian et al. 2024 (RLOO), equation 8, for returns to go.
+    """
+    returns = turn_returns(rewards, mask, gamma).double()
+    first, episode = first_rows(episode_index)
+    acts = mask.any(-1)
+    whole = returns.gather(1, mask.float().argmax(-1, keepdim=True))[:, 0] * acts
+    centred, std, size, _ = group_statistics(whole[first], group_index[first])
+    baseline = whole[first] - centred * size / (size - 1).clamp(min=1)
+    advantages = returns - baseline[episode][:, None]
+    if normalize_std:
+        advantages = advantages / std[episode][:, None].clamp(min=1e-6)
+    return masked_fill_zero(advantages, mask & (size[episode] > 1)[:, None]).float()
 
 
 def generalized_advantages(
@@ -120,7 +169,8 @@ def part_advantages(batch: Batch, weights: dict[str, float], normalize_std: bool
     assert batch.reward_parts is not None and batch.shaping is not None
     scales = torch.tensor([weights[name] for name in sorted(weights)], dtype=batch.reward_parts.dtype)
     columns = [*batch.reward_parts.unbind(-1), batch.shaping]
-    parts = [group_advantages(column, batch.group_index, normalize_std) for column in columns]
+    first, episode = first_rows(batch.episode_index)
+    parts = [group_advantages(column[first], batch.group_index[first], normalize_std)[episode] for column in columns]
     return torch.stack(parts, -1) @ torch.cat([scales, torch.ones(1)]).float()
 
 
@@ -129,26 +179,33 @@ def estimate(algo: AlgoConfig, reward: RewardConfig, batch: Batch) -> None:
 
     Rewards must have been shaped (rl.rewards.shape). reinforce_pp: Hu et al. 2025 (REINFORCE++), the returns of each
     token; reinforce_pp_baseline: its variant with the group mean as baseline; remax: Li et al. 2023 (ReMax),
-    equation 3, the outcome minus that of the greedy answer; teacher: log teacher - log policy of each token, the
-    reverse KL of Lu 2025 (on-policy distillation). `algo.whiten` then whitens over the batch.
+    equation 3, the outcome minus that of the greedy answer; turns: see turn_advantages; teacher: log teacher - log
+    policy of each token, the reverse KL of Lu 2025 (on-policy distillation). `algo.whiten` then whitens over the batch.
     """
     mask = batch.action_mask
+    first, episode = first_rows(batch.episode_index)
+    groups = batch.group_index[first]
     match algo.advantage:
         case Advantage.group if reward.separate:
             batch.advantages = broadcast_to_tokens(part_advantages(batch, reward.weights, algo.normalize_std), mask)
         case Advantage.group:
-            per_row = group_advantages(row_rewards(batch), batch.group_index, algo.normalize_std)
-            batch.advantages = broadcast_to_tokens(per_row, mask)
+            found = group_advantages(row_rewards(batch)[first], groups, algo.normalize_std)
+            batch.advantages = broadcast_to_tokens(found[episode], mask)
         case Advantage.rloo:
-            batch.advantages = broadcast_to_tokens(leave_one_out(row_rewards(batch), batch.group_index), mask)
+            found = leave_one_out(row_rewards(batch)[first], groups)
+            batch.advantages = broadcast_to_tokens(found[episode], mask)
         case Advantage.reinforce_pp_baseline:
-            per_row = group_advantages(row_rewards(batch), batch.group_index, normalize_std=False)
-            batch.advantages = broadcast_to_tokens(per_row, mask)
+            found = group_advantages(row_rewards(batch)[first], groups, normalize_std=False)
+            batch.advantages = broadcast_to_tokens(found[episode], mask)
         case Advantage.remax:
             assert batch.baseline is not None
             batch.advantages = broadcast_to_tokens(row_rewards(batch) - batch.baseline, mask)
         case Advantage.reinforce_pp:
             batch.advantages = returns_to_go(token_rewards(batch), mask, algo.gamma)
+        case Advantage.turns:
+            batch.advantages = turn_advantages(
+                token_rewards(batch), mask, batch.group_index, batch.episode_index, algo.gamma, algo.normalize_std
+            )
         case Advantage.gae:
             assert batch.values is not None and batch.bootstrap is not None
             goes_on = batch.truncated & algo.bootstrap_truncated

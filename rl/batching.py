@@ -5,14 +5,14 @@ Any cut gives the same loss and gradient, because every divisor is a global coun
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from conf.choices import Layout
-from rl.types import Batch, Group, Trajectory
+from rl.types import MAIN_AGENT, Batch, Group, Trajectory
 
 
 class NoValidTrajectories(RuntimeError):
@@ -20,12 +20,12 @@ class NoValidTrajectories(RuntimeError):
 
 
 def collate(groups: Sequence[Group], reward_names: Sequence[str] = ()) -> Batch:
-    """One row for each valid trajectory, right-padded with 0. Failed trajectories are left out.
+    """The rows of each valid trajectory, right-padded with 0. Failed trajectories are left out.
 
     `reward_names` are the columns of `reward_parts`, where rewards have names.
     Raises NoValidTrajectories with the first errors when no trajectory is valid.
     """
-    rows = [(g, t) for g in groups for t in g.valid]
+    rows = [(g, member, row) for g in groups for member, t in enumerate(g.valid) for row in t.rows]
     if not rows:
         errors = [
             f"{t.status.value}: {t.error.strip().splitlines()[-1] if t.error.strip() else '(no message)'}"
@@ -36,7 +36,7 @@ def collate(groups: Sequence[Group], reward_names: Sequence[str] = ()) -> Batch:
             f"all {len(errors)} trajectories of this step failed, for example:\n  "
             + "\n  ".join(dict.fromkeys(errors[:20]))
         )
-    width = max(len(t.token_ids) for _, t in rows)
+    width = max(len(row.token_ids) for _, _, row in rows)
 
     def padded(values: Sequence[Sequence[float]], dtype: torch.dtype) -> torch.Tensor:
         out = torch.zeros(len(values), width, dtype=dtype)
@@ -44,10 +44,10 @@ def collate(groups: Sequence[Group], reward_names: Sequence[str] = ()) -> Batch:
             out[i, : len(row)] = torch.tensor(row, dtype=dtype)
         return out
 
-    trajectories: list[Trajectory] = [t for _, t in rows]
+    trajectories: list[Trajectory] = [row for _, _, row in rows]
     parts = [[t.rewards[name] for name in reward_names] for t in trajectories]
     on_tokens = [t.token_rewards or [] for t in trajectories]
-    baselines = [g.baseline.reward for g, _ in rows if g.baseline is not None]
+    baselines = [g.baseline.reward for g, _, _ in rows if g.baseline is not None]
     lengths = torch.tensor([len(t.token_ids) for t in trajectories])
     return Batch(
         tokens=padded([t.token_ids for t in trajectories], torch.long),
@@ -55,7 +55,9 @@ def collate(groups: Sequence[Group], reward_names: Sequence[str] = ()) -> Batch:
         action_mask=padded([t.action_mask for t in trajectories], torch.bool),
         rollout_logprobs=padded([t.logprobs for t in trajectories], torch.float32),
         rewards=torch.tensor([t.reward for t in trajectories], dtype=torch.float32),
-        group_index=torch.tensor([g.position for g, _ in rows]),
+        group_index=torch.tensor(group_numbers([(g.position, row.agent) for g, _, row in rows])),
+        episode_index=numbered([(g.position, member, row.agent) for g, member, row in rows]),
+        prefix_index=numbered([(g.position, tuple(row.token_ids[: row.prompt_len])) for g, _, row in rows]),
         prompt_len=torch.tensor([t.prompt_len for t in trajectories]),
         version=torch.tensor([min((v for v in t.versions if v >= 0), default=-1) for t in trajectories]),
         truncated=torch.tensor([t.truncated for t in trajectories]),
@@ -63,6 +65,19 @@ def collate(groups: Sequence[Group], reward_names: Sequence[str] = ()) -> Batch:
         reward_parts=torch.tensor(parts) if reward_names else None,
         token_rewards=padded(on_tokens, torch.float32) if any(on_tokens) else None,
     )
+
+
+def numbered(keys: Sequence[Hashable]) -> torch.Tensor:
+    """[len(keys)] int64: equal keys get equal numbers, counted from 0 in the order in which they come."""
+    numbers: dict[Hashable, int] = {}
+    return torch.tensor([numbers.setdefault(key, len(numbers)) for key in keys])
+
+
+def group_numbers(keys: Sequence[tuple[int, str]]) -> list[int]:
+    """A number for each (position, agent): the position itself for the main agent, further ones for others."""
+    free = max(position for position, _ in keys) + 1
+    others: dict[tuple[int, str], int] = {}
+    return [key[0] if key[1] == MAIN_AGENT else others.setdefault(key, free + len(others)) for key in keys]
 
 
 def split_mini_batches(group_index: torch.Tensor, count: int, seed: Sequence[int]) -> list[list[int]]:
@@ -108,7 +123,7 @@ def plan_micro_batches(
     total = batch.lengths
     if layout is Layout.shared_prefix:
         members: dict[int, list[int]] = {}
-        for row, group in enumerate(batch.group_index.tolist()):
+        for row, group in enumerate(batch.prefix_index.tolist()):
             members.setdefault(group, []).append(row)
         units = list(members.values())
     else:
@@ -158,7 +173,7 @@ def row_work(batch: Batch, layout: Layout, quadratic_tokens: float) -> list[floa
     lengths, prompts = batch.lengths, batch.prompt_len.tolist()
     if layout is not Layout.shared_prefix:
         return [n * (1 + n / 2 / quadratic_tokens) for n in lengths]
-    groups = batch.group_index.tolist()
+    groups = batch.prefix_index.tolist()
     members = Counter(groups)
     return [
         p * (1 + p / 2 / quadratic_tokens) / members[g] + (n - p) * (1 + (n + p) / 2 / quadratic_tokens)

@@ -64,7 +64,7 @@ def score(cfg: Config, roles: Roles, batch: Batch, step: int) -> Metrics:
         require_finite("scores", scores, "the reward model")
         batch.rewards = batch.rewards + cfg.reward_model.weight * scores
         metrics["reward/model"] = float(scores.mean())
-    batch.outcomes = batch.rewards
+    batch.outcomes = rewards.row_rewards(batch)
     if scores_before_update(cfg) or step < cfg.critic.warmup_steps:
         batch.train_logprobs = roles.policy.logprobs(batch)
     if roles.reference:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
+from rl.advantages import first_rows
 from rl.numerics import mismatch_sums
 from rl.quantiles import quantile
 from rl.sampling import Draw
@@ -93,8 +94,9 @@ def batch_metrics(batch: Batch, draw: Draw, version: int) -> dict[str, float]:
     groups = draw.kept
     trajectories = [t for g in draw.kept + draw.dropped for t in g.trajectories]
     valid = [t for g in groups for t in g.valid]
-    outcomes = (batch.outcomes if batch.outcomes is not None else batch.rewards).tolist()
-    spread = [statistics.pstdev([t.reward for t in g.valid]) for g in groups if len(g.valid) > 1]
+    first, _ = first_rows(batch.episode_index)
+    outcomes = (batch.outcomes if batch.outcomes is not None else batch.rewards)[first].tolist()
+    spread = [statistics.pstdev([t.total for t in g.valid]) for g in groups if len(g.valid) > 1]
     lengths = [t.num_action_tokens for t in valid]
     out = {
         "reward/mean": statistics.fmean(outcomes),
@@ -118,6 +120,8 @@ def batch_metrics(batch: Batch, draw: Draw, version: int) -> dict[str, float]:
                 out[f"rollout/num_{status.value}"] = float(count)
     for name in sorted(valid[0].rewards):
         out[f"reward_part/{name}"] = statistics.fmean(t.rewards[name] for t in valid)
+    for name in sorted({name for t in valid for name in t.metrics}):
+        out[f"env/{name}"] = statistics.fmean(t.metrics[name] for t in valid if name in t.metrics)
     if batch.advantages is not None:
         out["advantage/max"] = float(batch.advantages.abs().max())
     if batch.train_logprobs is not None:

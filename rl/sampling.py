@@ -25,7 +25,7 @@ class Draw:
 
 def has_signal(group: Group, separate: bool) -> bool:
     """Whether the group's valid rewards differ: otherwise its advantages are all 0. `separate`: any named one does."""
-    rewards = {(t.reward, *(sorted(t.rewards.items()) if separate else ())) for t in group.valid}
+    rewards = {(*(row.total for row in t.rows), *(sorted(t.rewards.items()) if separate else ())) for t in group.valid}
     return len(rewards) > 1
 
 
@@ -54,7 +54,7 @@ def draw_groups(algo: AlgoConfig, separate: bool, take: Callable[[int], list[Gro
 def note_pass_rates(algo: AlgoConfig, pass_rates: dict[str, float], groups: list[Group]) -> None:
     """Moves the rolling mean reward of each group's prompt towards what was just seen, where a curriculum needs it."""
     for group in groups if algo.has_curriculum else []:
-        rewards = [t.reward for t in group.valid]
+        rewards = [t.total for t in group.valid]
         if rewards:
             key, seen = str(group.prompt.index), sum(rewards) / len(rewards)
             pass_rates[key] = seen if key not in pass_rates else (1 - NEWEST) * pass_rates[key] + NEWEST * seen

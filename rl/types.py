@@ -13,6 +13,8 @@ import torch
 # Sums over action tokens by name: scalars, and histograms (rl.quantiles) under names that end in `_hist`.
 Sums = dict[str, torch.Tensor]
 
+MAIN_AGENT = "main"
+
 
 class Status(Enum):
     """How an episode ended. Only `ok` enters group statistics and the batch; the rest is counted and shown."""
@@ -20,6 +22,12 @@ class Status(Enum):
     ok = "ok"
     reward_failed = "reward_failed"
     reward_timeout = "reward_timeout"
+    env_failed = "env_failed"
+    env_timeout = "env_timeout"
+    env_died = "env_died"
+    env_bad_value = "env_bad_value"
+    tokens_mismatch = "tokens_mismatch"
+    episode_timeout = "episode_timeout"
     engine_failed = "engine_failed"
     engine_timeout = "engine_timeout"
 
@@ -63,12 +71,16 @@ class Completion:
 
 @dataclass(kw_only=True)
 class Trajectory:
-    """The record of one episode: what the engine saw and made, id for id.
+    """The record of one episode: what the engine saw and made, id for id. A row of a batch.
 
     token_ids, action_mask (True where the policy sampled the token), logprobs (0.0 where it did not),
     versions (-1 where it did not): [N], token-aligned. The first `prompt_len` tokens are the prompt.
     `reward` is the outcome: the weighted sum of the named `rewards`, where there are several. `token_rewards` [N],
     where given, are further rewards of single tokens (turns). truncated: ended by a limit, not by the policy.
+
+    An episode whose conversation forks has further rows (`more`), each with what it can still earn: `reward` is then
+    the outcome and the rewards of all later turns that are in other rows. `agent`: who acts in this row.
+    `metrics` are averaged over a step's episodes; `transcript` is for people to read.
     """
 
     token_ids: list[int]
@@ -83,14 +95,32 @@ class Trajectory:
     error: str = ""
     truncated: bool = False
     text: str = ""
+    agent: str = MAIN_AGENT
+    more: list["Trajectory"] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+    transcript: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def valid(self) -> bool:
         return self.status is Status.ok
 
     @property
+    def rows(self) -> list["Trajectory"]:
+        """All rows of the episode."""
+        return [self, *self.more]
+
+    @property
+    def total(self) -> float:
+        """All that the episode earned its first agent: the outcome and the rewards of turns."""
+        return self.reward + sum(self.token_rewards or ())
+
+    @property
     def num_action_tokens(self) -> int:
-        return sum(self.action_mask)
+        return sum(sum(row.action_mask) for row in self.rows)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(row.token_ids) for row in self.rows)
 
 
 @dataclass(kw_only=True)
@@ -118,7 +148,9 @@ class Batch:
     tokens [B, T] int64; attention_mask, action_mask [B, T] bool; rollout_logprobs, train_logprobs, ref_logprobs,
     teacher_logprobs, values, advantages, returns, token_rewards [B, T]; reward_parts [B, K]; rewards, baseline [B],
     outcomes (rewards before shaping) and shaping (what it added, KL included) [B];
-    truncated [B] bool; group_index, prompt_len, version [B] int64.
+    truncated [B] bool; group_index, episode_index, prefix_index, prompt_len, version [B] int64.
+    group_index: rows that are compared, those of one prompt and agent; episode_index: rows of one episode and agent,
+    which count once in statistics; prefix_index: rows with the same prompt tokens.
     `version` is the oldest weight version that sampled a token of the row. values: of the state before each token;
     bootstrap [B]: of the state after the row's last one. teacher_ids [B, T, k] int64 and teacher_topk [B, T, k]: the
     teacher's k likeliest tokens at each place and their log-probabilities. loss_weight [B] float64: see rl.aggregation.
@@ -131,6 +163,8 @@ class Batch:
     rollout_logprobs: torch.Tensor
     rewards: torch.Tensor
     group_index: torch.Tensor
+    episode_index: torch.Tensor
+    prefix_index: torch.Tensor
     prompt_len: torch.Tensor
     version: torch.Tensor
     truncated: torch.Tensor
@@ -224,5 +258,5 @@ class RunState:
         self.optimizer_step += optimizer_steps
         self.prompts_consumed = max(g.position for g in groups) + 1
         self.tokens_sampled += sum(t.num_action_tokens for t in trajectories)
-        self.tokens_trained += sum(len(t.token_ids) for t in trajectories if t.valid)
+        self.tokens_trained += sum(t.num_tokens for t in trajectories if t.valid)
         self.trajectories_failed += sum(not t.valid for t in trajectories)

@@ -23,7 +23,7 @@ def evaluate(
             stop_token_ids=stop_token_ids,
         )
         rows = rollouts.sample(prompts, sampling, samples)
-        result = summarize([[t.reward if t.valid else None for t in row] for row in rows])
+        result = summarize([[t.total if t.valid else None for t in row] for row in rows])
         out[label] = result
         if result["mean"] is not None:
             out[f"{prefix}mean"] = float(result["mean"])

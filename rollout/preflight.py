@@ -14,7 +14,7 @@ from actors.compiled import missing_tools
 from conf.choices import Channel, Optimizer, Quantization
 from conf.errors import ConfigError
 from conf.layout import EXPERT_KEYS
-from conf.schema import Config, LoraConfig, RolloutConfig
+from conf.schema import NO_REWARD, Config, LoraConfig, RolloutConfig
 from rl.plan.memory import ITEM_BYTES, held_bytes, num_adapter_parameters, promised_bytes
 from rl.types import Prompt
 from rollout.data import (
@@ -35,7 +35,6 @@ from weightsync.sides import VERSIONS_KEPT
 
 ATTENTION = ("sdpa", "eager", "flash_attention_2")
 VOCABULARY_STEP = 64  # vLLM pads the vocabulary to a multiple of it
-NO_REWARD = "rollout.tasks.nothing.reward"  # of conf/reward/none.yaml
 
 # Bytes of a checkpoint for each trained parameter: fp32 master and two fp32 moments.
 CHECKPOINT_BYTES = 12

@@ -398,7 +398,7 @@ class Session:
                     "position": group.position,
                     "prompt": group.prompt.record.get("prompt"),
                     "completion": t.text,
-                    "reward": t.reward if t.valid else None,
+                    "reward": t.total if t.valid else None,
                     "status": t.status.value,
                     "error": t.error,
                     "truncated": t.truncated,
