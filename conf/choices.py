@@ -131,3 +131,16 @@ class Channel(Enum):
     ipc = "ipc"
     collective = "collective"
     disk = "disk"
+
+
+class Isolation(Enum):
+    """Where the code of an environment runs.
+
+    `inline`: on the event loop, for what is fast and trusted. `thread`: in threads, which cannot be ended when they
+    hang. `process`: in processes, which can. `sandbox`: in processes without network, files and rights.
+    """
+
+    inline = "inline"
+    thread = "thread"
+    process = "process"
+    sandbox = "sandbox"
