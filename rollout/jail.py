@@ -213,6 +213,9 @@ def make_root(config: dict[str, Any]) -> None:
     check(libc.unshare(CLONE_NEWNS), "unshare(mount)")
     mount("none", "/", "", MS_REC | MS_PRIVATE)
     mount("tmpfs", NEW_ROOT, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
+    os.makedirs(NEW_ROOT + "/tmp")
+    options = f"size={limits['disk_bytes']},nr_inodes={limits['num_files']},mode=1777"
+    mount("tmpfs", NEW_ROOT + "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, options)
     for path, link in config["links"].items():
         os.makedirs(os.path.dirname(NEW_ROOT + path), exist_ok=True)
         os.symlink(link, NEW_ROOT + path)
@@ -225,9 +228,6 @@ def make_root(config: dict[str, Any]) -> None:
         shut = 0 if path in DEVICES else MOUNT_ATTR_NODEV
         set_attributes(target, MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | shut)
     os.symlink("/tmp", NEW_ROOT + "/dev/shm")
-    os.makedirs(NEW_ROOT + "/tmp", exist_ok=True)
-    options = f"size={limits['disk_bytes']},nr_inodes={limits['num_files']},mode=1777"
-    mount("tmpfs", NEW_ROOT + "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, options)
     for path, text in config["files"].items():
         Path(NEW_ROOT + path).write_text(text, encoding="utf-8", errors="surrogatepass")
     os.chdir(NEW_ROOT)

@@ -35,7 +35,7 @@ class Limits:
     """Of one run, over all processes that the code starts; file_bytes, cpu_s and num_open_files hold for each of them.
 
     memory_bytes bounds each process by its addresses, and all together by what they hold, looked at 20 times a second.
-    num_processes counts threads too. Files lie in memory: disk_bytes of it, on top of memory_bytes. cpu_s=0 is no limit.
+    num_processes counts threads too. Files lie in memory, disk_bytes of it on top of memory_bytes. cpu_s=0: no limit.
     """
 
     wall_s: float = 10.0
@@ -174,8 +174,10 @@ class Jailed:
         self.process.wait()
 
     def close(self) -> None:
-        """Closes our ends of all pipes."""
-        os.close(self.reports)
+        """Closes our ends of all pipes. May be called again."""
+        if self.reports >= 0:
+            os.close(self.reports)
+            self.reports = -1
         for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
             if pipe:
                 with contextlib.suppress(OSError):

@@ -6,6 +6,7 @@ to `rollout/reward_worker.py` and `rollout/env_worker.py`: pickle to the worker,
 
 import contextlib
 import ctypes
+import importlib.util
 import json
 import os
 import signal
@@ -14,8 +15,8 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from rollout.sandbox import END_TIMEOUT_S, Jailed, Limits, python, start_jailed
 
@@ -93,22 +94,53 @@ def start_process(module: str) -> Worker:
     return Worker(process=process, channel=ours)
 
 
-def start_sandboxed(module: str, code_paths: Sequence[str], limits: Limits) -> Worker:
-    """As `start_process`, in a sandbox that holds `code_paths` too. Raises ConfigError only later, in `describe_death`'s
-    words, where the sandbox cannot be set up: ask `sandbox_support` before.
+def start_sandboxed(module: str, target: str, limits: Limits) -> Worker:
+    """As `start_process`, in a sandbox that holds the code which `target` may import.
+
+    Where that cannot be set up the worker dies, and `describe_death` says why: ask `sandbox_support` before.
     """
     ours, theirs = socket.socketpair()
     with theirs:
-        path = json.dumps([os.path.realpath(entry or os.getcwd()) for entry in sys.path])
-        argv = [python(), "-I", "-S", "-u", "-c", BOOTSTRAP, path, module, str(theirs.fileno()), "0"]
+        path = code_path(target)
+        argv = [python(), "-I", "-S", "-u", "-c", BOOTSTRAP, json.dumps(path), module, str(theirs.fileno()), "0"]
         jailed = start_jailed(
             argv,
             limits=limits,
-            binds=code_paths,
+            binds=[part for entry in path for part in code_in(entry)],
             pass_fds=[theirs.fileno()],
             forward_bytes=limits.output_bytes,
         )
     return Worker(process=jailed.process, channel=ours, jailed=jailed)
+
+
+def code_path(target: str) -> list[str]:
+    """Our sys.path, with the current directory and the places of this project and of import path `target`."""
+    entries = [*sys.path, os.getcwd(), str(Path(__file__).parents[1])]
+    with contextlib.suppress(ImportError, ValueError):
+        spec = importlib.util.find_spec(target.partition(".")[0])  # it finds and does not import
+        places = [spec.origin] if spec and spec.has_location else []
+        packages = list(spec.submodule_search_locations or []) if spec else []
+        entries += [os.path.dirname(place) for place in (packages or places) if place]
+    return list(dict.fromkeys(os.path.realpath(entry or os.getcwd()) for entry in entries))
+
+
+def code_in(entry: str) -> list[str]:
+    """What a sandbox holds of an entry of sys.path: all of an installed one, else its Python files and packages.
+
+    Not what else lies in a working directory: data, keys, the history of a repository.
+    """
+    installed = (os.path.realpath(sys.prefix) + os.sep, os.path.realpath(sys.base_prefix) + os.sep)
+    if entry.startswith(installed) or os.path.basename(entry) in ("site-packages", "dist-packages"):
+        return [entry] if os.path.exists(entry) else []
+    if not os.path.isdir(entry):
+        return []
+    with os.scandir(entry) as found:
+        return [
+            part.path
+            for part in found
+            if (part.name.endswith((".py", ".so")) and part.is_file())
+            or (part.name.isidentifier() and os.path.exists(os.path.join(part.path, "__init__.py")))
+        ]
 
 
 def kill_worker(worker: Worker) -> None:
@@ -119,7 +151,7 @@ def kill_worker(worker: Worker) -> None:
 
 
 def close_worker(worker: Worker) -> None:
-    """Kills it and closes our ends of what leads to it. Once."""
+    """Kills it and closes our ends of what leads to it. May be called again."""
     kill_worker(worker)
     worker.channel.close()
     if worker.jailed:
