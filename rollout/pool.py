@@ -6,7 +6,6 @@ a second trainer.
 
 import asyncio
 import dataclasses
-import hashlib
 import random
 import threading
 from collections import deque
@@ -20,6 +19,7 @@ from rl.faults import RoleTimeout
 from rl.prompts import PromptStream
 from rl.types import Group, Prompt, Sampling, Trajectory
 from rollout.router import GRACE_S, EngineClient, Router
+from rollout.seeds import derive_seed
 from rollout.single_turn import Player
 
 
@@ -180,12 +180,6 @@ class RolloutPool:
             f"phase rollout: the episodes were not done in {timeout_s:g} s; "
             f"{self.router.num_open} requests to the engines are open"
         )
-
-
-def derive_seed(*parts: object) -> int:
-    """A 31-bit seed from what names a sample uniquely, such as (purpose, run seed, position, sample)."""
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "big") >> 1
 
 
 def shuffle_rewards(groups: Sequence[Group], seed: int) -> None:

@@ -1,12 +1,10 @@
 """The process that runs a reward function, both ends of it: one request at a time, in its main thread, over a socket.
 
 Imports neither torch nor anything else heavy; what the reward function imports is its own business.
-Messages are a length (8 bytes) and that many bytes: pickle to the worker, JSON [kind, value] back.
+Messages are pickle to the worker, JSON [kind, value] back.
 """
 
 import asyncio
-import contextlib
-import ctypes
 import inspect
 import json
 import math
@@ -16,84 +14,25 @@ import pickle
 import reprlib
 import signal
 import socket
-import struct
-import subprocess
-import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from conf.errors import ConfigError
 from conf.imports import check_arguments, import_function
-
-HEADER = struct.Struct(">Q")
-PR_SET_PDEATHSIG = 1
-ERROR_CHARS = 4000
-START_TIMEOUT_S = 120.0
-# The parent's sys.path, so that the worker finds what the parent finds, without running the parent's main script again.
-BOOTSTRAP = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from rollout.reward_worker import serve; serve(int(sys.argv[2]), int(sys.argv[3]))"
-)
+from rollout.worker import ERROR_CHARS, START_TIMEOUT_S, Worker, die_with_parent, receive, send, start_process
 
 # Kinds of reply. The first two answer the start, the others a request.
 READY, REFUSED, REWARD, BAD_VALUE, RAISED = "ready", "refused", "reward", "bad_value", "raised"
 
 
-def send(channel: socket.socket, payload: bytes, timeout_s: float | None = None) -> None:
-    """Sends one message. Raises TimeoutError, or OSError when the other side is gone."""
-    channel.settimeout(timeout_s)
-    channel.sendall(HEADER.pack(len(payload)) + payload)
-
-
-def receive(channel: socket.socket, timeout_s: float | None = None) -> bytes:
-    """The next message. Raises TimeoutError, EOFError when the other side is gone, or OSError."""
-    deadline = None if timeout_s is None else time.monotonic() + timeout_s
-    (length,) = HEADER.unpack(_receive_exactly(channel, HEADER.size, deadline))
-    return _receive_exactly(channel, length, deadline)
-
-
-def _receive_exactly(channel: socket.socket, length: int, deadline: float | None) -> bytes:
-    parts = bytearray()
-    while len(parts) < length:
-        remaining = None if deadline is None else deadline - time.monotonic()
-        if remaining is not None and remaining <= 0:
-            raise TimeoutError
-        channel.settimeout(remaining)
-        part = channel.recv(min(length - len(parts), 1 << 20))
-        if not part:
-            raise EOFError
-        parts += part
-    return bytes(parts)
-
-
 # The parent's end
-
-
-@dataclass(kw_only=True, eq=False)
-class Worker:
-    """One process, and our end of the socket to it. `ready` once it has imported the reward function."""
-
-    process: subprocess.Popen[bytes]
-    channel: socket.socket
-    ready: bool = False
 
 
 def start_worker() -> Worker:
     """Starts a process, without waiting for it. The kernel ends it with the *thread* that called this."""
-    ours, theirs = socket.socketpair()
-    with theirs:
-        path = json.dumps([entry or os.getcwd() for entry in sys.path])
-        process = subprocess.Popen(
-            [sys.executable, "-u", "-c", BOOTSTRAP, path, str(theirs.fileno()), str(os.getpid())],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=2,  # what a reward function prints
-            start_new_session=True,  # a group to kill as a whole; the terminal's Ctrl-C is ours to handle
-        )
-    return Worker(process=process, channel=ours)
+    return start_process("rollout.reward_worker")
 
 
 def await_ready(worker: Worker, target: str, kwargs: dict[str, Any]) -> None:
@@ -115,32 +54,12 @@ def call(worker: Worker, request: bytes, deadline_s: float) -> tuple[str, Any]:
     return kind, value
 
 
-def kill_worker(worker: Worker) -> None:
-    """Kills the process with all of its group and reaps it. May be called again."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(worker.process.pid, signal.SIGKILL)
-    worker.process.wait()
-
-
-def describe_death(worker: Worker) -> str:
-    """How a process whose socket has closed came to its end."""
-    try:
-        code = worker.process.wait(timeout=1)
-    except subprocess.TimeoutExpired:
-        return "the reward process closed its connection"
-    if code < 0:
-        return f"the reward process was killed by {signal.Signals(-code).name}"
-    return f"the reward process exited with code {code}"
-
-
 # The worker's end
 
 
 def serve(fd: int, parent: int) -> None:
     """Answers requests on socket `fd` until its other end closes; dies with process `parent`."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the line above
-        os._exit(0)
+    die_with_parent(parent)
     channel = socket.socket(fileno=fd)
     target, kwargs = pickle.loads(receive(channel))
     try:

@@ -13,17 +13,11 @@ from conf.errors import ConfigError
 from conf.imports import describe
 from conf.schema import RewardConfig
 from rl.types import Status
-from rollout.reward_worker import (
-    BAD_VALUE,
-    REWARD,
-    START_TIMEOUT_S,
-    Worker,
-    await_ready,
-    call,
-    describe_death,
-    kill_worker,
-    start_worker,
-)
+from rollout.reward_worker import BAD_VALUE, REWARD, await_ready, call, start_worker
+from rollout.worker import START_TIMEOUT_S, Worker, close_worker, describe_death, kill_worker
+
+# What it is called where its end is described.
+PROCESS = "reward process"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +86,7 @@ class RewardPool:
             return worker
 
     def _drop(self, worker: Worker) -> None:
-        kill_worker(worker)
-        worker.channel.close()
+        close_worker(worker)
         with self._lock:
             self._workers.discard(worker)
 
@@ -140,7 +133,7 @@ class RewardPool:
                 return f"the reward process did not start within {START_TIMEOUT_S:g} s"
             return f"no reward within reward.deadline_s={self._cfg.deadline_s:g}; its process was killed"
         if isinstance(error, EOFError | ConnectionError) and worker is not None:
-            return describe_death(worker)
+            return describe_death(worker, PROCESS)
         return f"{type(error).__name__}: {error}"
 
 
@@ -181,17 +174,16 @@ def check_reward(cfg: RewardConfig, record: dict[str, Any]) -> str:
         except TimeoutError as error:
             raise ConfigError(f"{key}: importing it took longer than {START_TIMEOUT_S:g} s") from error
         except (EOFError, OSError) as error:
-            raise ConfigError(f"{key}: importing it ended its process: {describe_death(worker)}") from error
+            raise ConfigError(f"{key}: importing it ended its process: {describe_death(worker, PROCESS)}") from error
         try:
             kind, value = call(worker, request, cfg.deadline_s)
         except TimeoutError:
             return f"{key}: an empty completion had no reward within reward.deadline_s={cfg.deadline_s:g}"
         except (EOFError, OSError):
-            return f"{key}: an empty completion: {describe_death(worker)}"
+            return f"{key}: an empty completion: {describe_death(worker, PROCESS)}"
         wrong = value if kind == BAD_VALUE else wrong_names(value, cfg.weights) if kind == REWARD else ""
         if wrong:
             raise ConfigError(f"{key}: for an empty completion {wrong}")
         return "" if kind == REWARD else f"{key}: an empty completion raised\n{value}"
     finally:
-        kill_worker(worker)
-        worker.channel.close()
+        close_worker(worker)
