@@ -6,7 +6,7 @@ Imports nothing heavy: environments may run in processes of their own.
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-# As chat templates take them: role, content, and where there are such tool_calls, name, tool_call_id.
+# As chat templates take them: role, content, and where they apply tool_calls (assistant), name or tool_call_id (tool).
 Message = dict[str, Any]
 # A function that the model may call, as chat templates take it: {"type": "function", "function": {"name": ...}}.
 Tool = dict[str, Any]
