@@ -24,7 +24,7 @@ from yaml import YAMLError
 
 from conf.errors import ConfigError
 from conf.keys import about_choice, all_keys, default_text, group_choices, nearest, nearest_key
-from conf.overrides import check, expand, read
+from conf.overrides import check, expand, read, with_environment
 from conf.schema import Config, register
 
 Task = Callable[[Config], int | None]
@@ -100,7 +100,7 @@ def compose(overrides: list[str], config_name: str = "train", config_dir: str | 
     if config_dir is not None:
         groups = with_choices_of(groups, config_dir)
     with hydra_parser() as parser, config_errors():
-        checked = [check(read(parser, text), keys, groups) for text in overrides]
+        checked = [check(read(parser, text), keys, groups) for text in with_environment(overrides)]
         if config_dir is not None:
             checked.append(f'hydra.searchpath=["file://{Path(config_dir).resolve()}"]')
         composed = hydra.compose(config_name, checked)

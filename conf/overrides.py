@@ -91,6 +91,25 @@ def check(override: Override, keys: dict[str, Key], groups: dict[str, list[str]]
     return check_value(override, keys[path])
 
 
+def with_environment(texts: list[str]) -> list[str]:
+    """`env=package.module.Class` as the key that it stands for; and, unless they are chosen, the tasks and rewards that
+    go with an environment."""
+    chosen = {re.split(r"[=.@]", text.lstrip("+~"), maxsplit=1)[0] for text in texts}
+    expanded = []
+    for text in texts:
+        group, _, choice = text.partition("=")
+        if group == "env" and choice not in ("", "none"):
+            path = re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", choice)
+            expanded.append(f"env._target_={choice}" if path else text)
+            if "experiment" not in chosen:
+                expanded += [
+                    f"{key}={value}" for key, value in (("data", "env"), ("reward", "none")) if key not in chosen
+                ]
+        else:
+            expanded.append(text)
+    return expanded
+
+
 def force_add(text: str) -> str:
     """The override of a free dictionary, or of an entry of one: entries may be new, so Hydra wants '++'."""
     return "++" + text.lstrip("+")

@@ -946,6 +946,11 @@ class Config:
             "use reward=none",
         )
         require(
+            env.on_rewrite is not Rewrite.fork or env.context is Context.stop,
+            f"env.on_rewrite=fork with env.context={env.context.value}: a conversation that is rendered anew after "
+            "each turn has no ids to keep; use env.context=stop",
+        )
+        require(
             target is None or self.algo.advantage is not Advantage.remax,
             f"env._target_={target} with algo.advantage=remax: the greedy answer is that of one turn; use another "
             "estimator",

@@ -28,6 +28,7 @@ class Status(Enum):
     env_bad_value = "env_bad_value"
     tokens_mismatch = "tokens_mismatch"
     episode_timeout = "episode_timeout"
+    episode_failed = "episode_failed"
     engine_failed = "engine_failed"
     engine_timeout = "engine_timeout"
 

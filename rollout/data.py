@@ -22,8 +22,9 @@ OURS = ("models/tiny", "models/smollm2")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
-def load_records(cfg: DataConfig, seed: int) -> tuple[list[Record], list[Record]]:
-    """(training records, held-out records), each with a prompt of the right type. Raises ConfigError."""
+def load_records(cfg: DataConfig, seed: int, with_prompts: bool = True) -> tuple[list[Record], list[Record]]:
+    """(training records, held-out records), each with a prompt of the right type where they need one. Raises
+    ConfigError."""
     if cfg._target_ is not None:
         train = call_generator(cfg, "train", seed, cfg.size, cfg.kwargs)
         held_out = call_generator(cfg, "eval", seed, cfg.eval_size, cfg.kwargs) if cfg.eval_size else []
@@ -40,7 +41,7 @@ def load_records(cfg: DataConfig, seed: int) -> tuple[list[Record], list[Record]
         else:
             cut = len(train) - cfg.eval_size
             train, held_out = train[:cut], train[cut:]
-    for where, record in train + held_out:
+    for where, record in train + held_out if with_prompts else []:
         check_prompt(where, record, cfg)
     return [record for _, record in train], [record for _, record in held_out]
 

@@ -25,6 +25,7 @@ from rollout.data import (
     render_prompts,
     require_model_folder,
 )
+from rollout.env_preflight import PreparedEnv, make_tasks, prepare_env, try_first_task
 from rollout.model_folder import check_model
 from rollout.rewards import check_reward
 from rollout.role_models import check_role_models, read_shapes
@@ -53,6 +54,7 @@ class Prepared:
     # Demonstrations of data.path for the warm start; a generator is asked for its own when that begins.
     demonstrations: list[tuple[list[int], list[int]]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    env: PreparedEnv | None = None
 
     def decode(self, token_ids: list[int]) -> str:
         """Text of a completion, special tokens left out: what a reward function sees."""
@@ -70,10 +72,15 @@ def prepare(cfg: Config) -> Prepared:
     check_role_models(cfg, tokenizer)
     require_attention(cfg)
     require_targets(cfg.lora, shapes)
-    train_rows, eval_rows = load_records(cfg.data, cfg.seed)
-    room = cfg.rollout.max_model_len - 1
-    train, dropped = render_prompts(train_rows, cfg.data, tokenizer, room)
-    held_out, eval_dropped = render_prompts(eval_rows, cfg.data, tokenizer, room) if eval_rows else ([], 0)
+    env = prepare_env(cfg, tokenizer) if cfg.env._target_ else None
+    dropped = eval_dropped = 0
+    if env is not None:
+        train, held_out = make_tasks(cfg)
+    else:
+        train_rows, eval_rows = load_records(cfg.data, cfg.seed)
+        room = cfg.rollout.max_model_len - 1
+        train, dropped = render_prompts(train_rows, cfg.data, tokenizer, room)
+        held_out, eval_dropped = render_prompts(eval_rows, cfg.data, tokenizer, room) if eval_rows else ([], 0)
     if len(train) < cfg.prompts_per_step:
         raise ConfigError(
             f"prompts_per_step={cfg.prompts_per_step}, but the data holds {len(train)} prompts: "
@@ -84,13 +91,17 @@ def prepare(cfg: Config) -> Prepared:
             f"evaluation.every={cfg.evaluation.every}, but there are no held-out prompts: "
             "set data.eval_size or data.eval_path, or evaluation.every=0"
         )
-    demonstrations = render_demonstrations(cfg.data, cfg.sft, tokenizer, 1, cfg.seed) if cfg.sft.num_steps else []
-    warnings = [w for w in (check_reward(cfg.reward, train[0].record),) if w]
-    if cfg.evaluation.every and cfg.reward._target_ == NO_REWARD:
+    demonstrations = []
+    if cfg.sft.num_steps and env is None:
+        demonstrations = render_demonstrations(cfg.data, cfg.sft, tokenizer, 1, cfg.seed)
+    warnings = [w for w in (check_reward(cfg.reward, train[0].record),) if w and env is None]
+    if cfg.evaluation.every and cfg.reward._target_ == NO_REWARD and env is None:
         warnings.append(f"reward._target_={NO_REWARD}: evaluation has no reward to report; eval/* will be 0")
     if dropped + eval_dropped:
         warnings.append(f"data.drop_overlong: left out {dropped} training and {eval_dropped} held-out prompts")
     longest = max(len(p.token_ids) for p in train + held_out)
+    if env is not None:
+        longest = try_first_task(cfg, env, tokenizer, train[0])
     if longest + cfg.rollout.max_tokens > cfg.rollout.max_model_len:
         warnings.append(
             f"rollout.max_model_len={cfg.rollout.max_model_len}: the longest prompt ({longest} tokens) leaves fewer "
@@ -99,13 +110,14 @@ def prepare(cfg: Config) -> Prepared:
         )
     return Prepared(
         tokenizer=tokenizer,
-        stop_token_ids=stop_tokens(Path(cfg.model.path), tokenizer, model),
+        stop_token_ids=stop_tokens(Path(cfg.model.path), tokenizer, model, env.stop_token_id if env else None),
         shapes=shapes,
         train=train,
         held_out=held_out,
         model=model,
         demonstrations=demonstrations if cfg.data._target_ is None else [],
         warnings=warnings,
+        env=env,
     )
 
 
@@ -213,9 +225,10 @@ def require_vocabulary(path: str, tokenizer: Any, shapes: Mapping[str, tuple[int
         )
 
 
-def stop_tokens(folder: Path, tokenizer: Any, model: dict[str, Any]) -> tuple[int, ...]:
-    """The ids that end a completion: the tokenizer's eos, and those of config.json and generation_config.json."""
-    found: list[Any] = [tokenizer.eos_token_id, model.get("eos_token_id")]
+def stop_tokens(folder: Path, tokenizer: Any, model: dict[str, Any], end_of_turn: int | None = None) -> tuple[int, ...]:
+    """The ids that end a completion: the tokenizer's eos, those of config.json and generation_config.json, and the chat
+    template's end of turn, where there are further turns."""
+    found: list[Any] = [tokenizer.eos_token_id, model.get("eos_token_id"), end_of_turn]
     path = folder / "generation_config.json"
     if path.exists():
         found.append(read_object(path).get("eos_token_id"))

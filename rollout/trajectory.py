@@ -29,9 +29,9 @@ class Segment:
 
     parent: int
     kind: Kind
-    ids: array[int]
-    logprobs: array[float] = field(default_factory=lambda: array("f"))
-    versions: array[int] = field(default_factory=lambda: array("i"))
+    ids: "array[int]"
+    logprobs: "array[float]" = field(default_factory=lambda: array("f"))
+    versions: "array[int]" = field(default_factory=lambda: array("i"))
     agent: str = "main"
     turn: int = -1
     reward: float = 0.0

@@ -28,8 +28,7 @@ def run(cfg: Config) -> int:
     from rollout.evaluate import evaluate
     from rollout.pool import RolloutPool
     from rollout.preflight import prepare, require_engine_device
-    from rollout.rewards import RewardPool
-    from rollout.single_turn import SingleTurn
+    from scripts.wiring import make_player
 
     cfg = dataclasses.replace(cfg, evaluation=dataclasses.replace(cfg.evaluation, every=1))
     checkpoint = as_checkpoint(Path(cfg.resume)) if cfg.resume not in ("auto", "never") else None
@@ -45,12 +44,9 @@ def run(cfg: Config) -> int:
         stack.callback(engines.stop)
         engines.start().result()
         engines.accept_loaded(version=0)
-        scorer = RewardPool(cfg.reward)
-        stack.callback(scorer.close)
+        player = make_player(cfg, prepared, stack)
         stream = PromptStream(prompts=prepared.train, seed=cfg.seed, shuffle=cfg.data.shuffle)
-        pool = RolloutPool(
-            cfg, engines.handles, stream, SingleTurn(cfg, scorer, prepared.decode), prepared.stop_token_ids
-        )
+        pool = RolloutPool(cfg, engines.handles, stream, player, prepared.stop_token_ids)
         stack.callback(pool.close)
         result = evaluate(cfg, pool, prepared.held_out, prepared.stop_token_ids)
     source = str(checkpoint or cfg.model.path)

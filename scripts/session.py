@@ -48,11 +48,9 @@ from rollout.preflight import (
     require_engine_device,
     require_memory,
 )
-from rollout.rewards import RewardPool
-from rollout.single_turn import SingleTurn
 from rollout.turns import Turns
 from scripts.sft import warm_start
-from scripts.wiring import KINDS, connect_sync, make_groups, role_paths, start_in_turn
+from scripts.wiring import KINDS, connect_sync, make_groups, make_player, role_paths, start_in_turn
 from weightsync.folder import own_shapes
 from weightsync.plan import PlanError
 
@@ -223,14 +221,13 @@ class Session:
                 for group in self._trained():
                     group.call("load", str(self.start.checkpoint))
         self.sync = sync = connect_sync(cfg, self.policy, engines, len(prepared.tokenizer), self.view.message)
-        scorer = RewardPool(cfg.reward)
-        stack.callback(scorer.close)
+        player = make_player(cfg, prepared, stack)
         stream = PromptStream(prompts=prepared.train, seed=cfg.seed, shuffle=cfg.data.shuffle)
         self.pool = RolloutPool(
             cfg,
             engines.handles,
             stream,
-            SingleTurn(cfg, scorer, prepared.decode),
+            player,
             prepared.stop_token_ids,
             partial(is_settled, cfg.algo, self.state.pass_rates),
         )

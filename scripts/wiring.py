@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ from actors.group import RankGroup, in_thread
 from actors.roles import ActorCritic, ActorPolicy, ActorReference, ActorRewardModel, ActorTeacher
 from conf.schema import Config
 from rollout.engines import EngineGroup
+from rollout.preflight import Prepared
+from rollout.rewards import RewardPool
+from rollout.single_turn import Player, SingleTurn
 from weightsync.sync import WeightSync
 
 KINDS: dict[str, Any] = {
@@ -59,6 +63,17 @@ def start_in_turn(groups: dict[str, RankGroup]) -> Future[None]:
             ready.result()
 
     return in_thread(begin)
+
+
+def make_player(cfg: Config, prepared: Prepared, stack: ExitStack) -> Player:
+    """Who plays an episode: the environment's turns, or one completion and its reward. Closed with `stack`."""
+    if prepared.env is not None:
+        hosts = prepared.env.hosts(cfg)
+        stack.callback(hosts.close)
+        return prepared.env.player(cfg, hosts, prepared.tokenizer)
+    scorer = RewardPool(cfg.reward)
+    stack.callback(scorer.close)
+    return SingleTurn(cfg, scorer, prepared.decode)
 
 
 def connect_sync(

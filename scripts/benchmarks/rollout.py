@@ -18,9 +18,9 @@ from rl.prompts import PromptStream
 from rl.types import Sampling
 from rollout.engine import sampling_params
 from rollout.pool import RolloutPool
-from rollout.seeds import derive_seed
 from rollout.preflight import prepare
 from rollout.rewards import RewardPool
+from rollout.seeds import derive_seed
 from rollout.single_turn import SingleTurn
 from scripts.benchmarks.common import (
     Result,

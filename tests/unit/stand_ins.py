@@ -34,8 +34,8 @@ from rl.roles import Metrics
 from rl.schedule import learning_rate, warmup_steps
 from rl.types import Batch, Completion, Group, Prompt, Sampling, Scores, Status, Trajectory
 from rollout.engine import Outcome, Request
-from rollout.seeds import derive_seed
 from rollout.rewards import Scored
+from rollout.seeds import derive_seed
 from rollout.single_turn import as_trajectory
 from weightsync.channels.shm import Ring, RingReader
 from weightsync.plan import Buffer, Item, Link, Seat, Turn, Wanted, fingerprint, narrowed

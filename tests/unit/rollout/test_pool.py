@@ -17,8 +17,8 @@ from rl.types import Completion, Prompt, Sampling, Status
 from rollout import pool as pool_module
 from rollout.engine import Outcome, Request
 from rollout.pool import RolloutPool, shuffle_rewards
-from rollout.seeds import derive_seed
 from rollout.rewards import Scored
+from rollout.seeds import derive_seed
 from rollout.single_turn import SingleTurn, as_trajectory
 from tests.unit.stand_ins import FunctionScorer, make_cfg, make_group, make_prompts
 

@@ -1,0 +1,149 @@
+"""What is wrong with an environment, before a process of the run starts; and what its episodes are made of."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from conf.choices import Rewrite, Template
+from conf.errors import ConfigError
+from conf.imports import check_arguments, describe, import_function
+from conf.schema import Config
+from rl.types import Prompt
+from rollout.chat import Bridge, ChatBridge, PlainBridge, TemplateError, require_append_only
+from rollout.conversation import clip
+from rollout.data import check_template, load_records
+from rollout.env_faults import EnvFault
+from rollout.environment import Observation, Task
+from rollout.episode import Episodes
+from rollout.isolation import Hosts, check_environment
+from rollout.seeds import derive_seed
+from rollout.tool_calls import check_format, detect_format
+
+KEY = "env._target_"
+
+
+@dataclass(kw_only=True)
+class PreparedEnv:
+    """Everything that episodes need but the processes of their environments."""
+
+    bridge: Bridge
+    tool_format: str
+    methods: list[str]  # the environment's optional ones
+    stop_token_id: int  # ends a turn
+
+    def hosts(self, cfg: Config) -> Hosts:
+        """Where environments run; to be closed."""
+        return Hosts(str(cfg.env._target_), cfg.env.kwargs, cfg.env.isolation, cfg.env.max_concurrent)
+
+    def player(self, cfg: Config, hosts: Hosts, tokenizer: Any) -> Episodes:
+        return Episodes(cfg, self.bridge, hosts, tokenizer, self.tool_format, self.methods)
+
+
+def prepare_env(cfg: Config, tokenizer: Any) -> PreparedEnv:
+    """Checks the environment's class, the chat template, and both together. Raises ConfigError."""
+    env = cfg.env
+    methods = check_environment(str(env._target_), env.kwargs, env.isolation)
+    bridge = make_bridge(cfg, tokenizer)
+    plain = cfg.data.template is Template.plain
+    tool_format = env.tool_format
+    if tool_format == "auto":
+        tool_format = "none" if plain else detect_format(tokenizer.chat_template)
+    try:
+        check_format(tool_format)
+    except ConfigError as error:
+        raise ConfigError(f"env.tool_format={env.tool_format}: {error}") from error
+    return PreparedEnv(bridge=bridge, tool_format=tool_format, methods=methods, stop_token_id=bridge.end_of_turn)
+
+
+def make_bridge(cfg: Config, tokenizer: Any) -> ChatBridge | PlainBridge:
+    """How messages become ids, by data.template. Raises ConfigError."""
+    check_template(cfg.data, tokenizer)
+    if cfg.data.template is Template.plain:
+        if tokenizer.eos_token_id is None:
+            raise ConfigError(f"data.template=plain: the tokenizer of {cfg.model.path} has no eos token to end a turn")
+        return PlainBridge(tokenizer)
+    try:
+        bridge = ChatBridge(tokenizer)
+        if cfg.env.on_rewrite is Rewrite.refuse:
+            require_append_only(bridge, f"model.path={cfg.model.path}")
+    except TemplateError as error:
+        raise ConfigError(f"model.path={cfg.model.path}: {error}") from error
+    return bridge
+
+
+def make_tasks(cfg: Config) -> tuple[list[Prompt], list[Prompt]]:
+    """(training tasks, held-out tasks): records of the data, or what the environment makes. Raises ConfigError."""
+    if not cfg.data.from_env:
+        train, held_out = load_records(cfg.data, cfg.seed, with_prompts=False)
+        return as_prompts(train), as_prompts(held_out)
+    make = task_maker(cfg)
+    return as_prompts(make("train", cfg.data.size)), as_prompts(make("eval", cfg.data.eval_size))
+
+
+def task_maker(cfg: Config) -> Callable[[str, int], list[dict[str, Any]]]:
+    """(split, count) -> that many tasks of the environment's own. Raises ConfigError."""
+    target = str(cfg.env._target_)
+    function = getattr(import_function(target, KEY), "make_task", None)
+    if function is None:
+        raise ConfigError(
+            f"data.from_env=true: {target} has no make_task(split, seed, index, **kwargs); add it, or give tasks with "
+            "data=file data.path=FILE"
+        )
+    check_arguments(function, f"{KEY}={target}.make_task", target, "train", cfg.seed, 0, **cfg.data.kwargs)
+
+    def make(split: str, count: int) -> list[dict[str, Any]]:
+        tasks = []
+        for index in range(count):
+            try:
+                task = function(split, cfg.seed, index, **cfg.data.kwargs)
+            except Exception as error:
+                raise ConfigError(
+                    f"{KEY}={target}: make_task({split!r}, {cfg.seed}, {index}): {describe(error)}"
+                ) from error
+            if not isinstance(task, dict):
+                raise ConfigError(f"{KEY}={target}: make_task gave a {type(task).__name__}, not a dict")
+            tasks.append(task)
+        return tasks
+
+    return make
+
+
+def as_prompts(records: Sequence[dict[str, Any]]) -> list[Prompt]:
+    return [Prompt(index=index, token_ids=[], record=record) for index, record in enumerate(records)]
+
+
+def try_first_task(cfg: Config, prepared: PreparedEnv, tokenizer: Any, prompt: Prompt) -> int:
+    """Resets the environment for one task and renders how it begins: the number of its tokens. Raises ConfigError."""
+    task = Task(index=prompt.index, seed=derive_seed("task", cfg.seed, prompt.index), data=prompt.record)
+    hosts = prepared.hosts(cfg)
+
+    async def reset() -> Observation:
+        host = await hosts.open()
+        try:
+            found: Observation = await host.call("reset", task, deadline_s=cfg.env.reset_s)
+            return found
+        finally:
+            await host.close(cfg.env.close_s)
+
+    try:
+        observation = asyncio.run(reset())
+        messages = clip(observation.messages, cfg.env.observation_tokens, tokenizer)
+        count = len(prepared.bridge.first(messages, observation.tools))
+    except (EnvFault, TemplateError) as error:
+        raise ConfigError(f"{KEY}={cfg.env._target_}: task 0: {error}") from error
+    finally:
+        hosts.close()
+    limit = cfg.env.context_tokens or cfg.rollout.max_model_len
+    if count >= limit:
+        raise ConfigError(
+            f"{KEY}={cfg.env._target_}: task 0 begins with {count} tokens, and the context has room for {limit}; raise "
+            "rollout.max_model_len (and env.context_tokens), or set env.observation_tokens"
+        )
+    if observation.tools and prepared.tool_format == "none":
+        raise ConfigError(
+            f"{KEY}={cfg.env._target_} has tools, but env.tool_format={cfg.env.tool_format}: the chat template of "
+            f"{cfg.model.path} writes no tool calls that are known; say how the model writes them, as in "
+            "env.tool_format=hermes"
+        )
+    return count

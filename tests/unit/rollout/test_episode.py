@@ -1,0 +1,286 @@
+"""Episodes over scripted engines: exact ids, rewards on their turns, typed failures, contexts without room."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from conf.choices import Context, Isolation, Rewrite
+from conf.schema import NO_REWARD, Config, DataConfig, EnvConfig, RewardConfig, RolloutConfig
+from rl.batching import collate
+from rl.faults import RoleDied
+from rl.types import Group, Prompt, Sampling, Status, Trajectory
+from rollout.chat import ChatBridge
+from rollout.environment import Action, EnvironmentFailure, Observation, StepResult, Task
+from rollout.episode import Episodes
+from rollout.isolation import Hosts
+from tests.unit.rollout.agents import CHATML, FORGETFUL, ScriptedLane, chat_tokenizer
+
+TOKENIZER = chat_tokenizer()
+WORD = TOKENIZER.convert_tokens_to_ids("high")
+
+
+def user(text: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": text}]
+
+
+class Echo:
+    """Says back what it is told, gives `reward` for each turn and 10 at the end; "stop" ends it, "boom" raises."""
+
+    opened: ClassVar[list["Echo"]] = []
+
+    def __init__(self, reward: float = 1.0, **extra: Any):
+        self.reward_of_turn, self.extra, self.closed, self.turns = reward, extra, 0, 0
+        self.opened.append(self)
+
+    def reset(self, task: Task) -> Observation:
+        self.task = task
+        if self.extra.get("down", 0) >= len(self.opened):
+            raise EnvironmentFailure("the service is down")
+        return Observation(messages=user(task.data.get("prompt", "go")))
+
+    def step(self, action: Action) -> StepResult:
+        self.turns += 1
+        if action.text == "boom":
+            raise KeyError("a bug")
+        reward = {"none": None, "nan": float("nan")}.get(action.text, self.reward_of_turn * self.turns)
+        info = {"length": len(action.text)}
+        done = action.text == "stop"
+        return StepResult(messages=user(f"heard {action.text}"), reward=reward, terminated=done, info=info)  # type: ignore[arg-type]
+
+    def score(self) -> float:
+        return 10.0
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class Duel(Echo):
+    """Two agents take turns; the first wins."""
+
+    def reset(self, task: Task) -> Observation:
+        return Observation(messages=user("you are X"), agent="X")
+
+    def step(self, action: Action) -> StepResult:
+        self.turns += 1
+        agent = "O" if self.turns % 2 else "X"
+        text = f"you are {agent}" if self.turns == 1 else f"other said {action.text}"
+        return StepResult(messages=user(text), agent=agent, terminated=self.turns == 4)
+
+    def score(self) -> Any:
+        return {"X": 1.0, "O": -1.0}
+
+
+def play(
+    lane: ScriptedLane, target: str = "Echo", template: str = CHATML, max_tokens: int = 40, **env: Any
+) -> Trajectory:
+    return asyncio.run(player(target, template, **env).play(lane, task(), Sampling(max_tokens=max_tokens), seed=5))
+
+
+def task(prompt: str = "go") -> Prompt:
+    return Prompt(index=4, token_ids=[], record={"prompt": prompt})
+
+
+def player(target: str = "Echo", template: str = CHATML, max_model_len: int = 512, **env: Any) -> Episodes:
+    Echo.opened.clear()
+    path = f"{__name__}.{target}"
+    cfg = Config(
+        env=EnvConfig(_target_=path, isolation=Isolation.inline, **env),
+        data=DataConfig(from_env=True),
+        reward=RewardConfig(_target_=NO_REWARD),
+        rollout=RolloutConfig(max_model_len=max_model_len, max_tokens=40),
+    )
+    hosts = Hosts(path, cfg.env.kwargs, cfg.env.isolation, cfg.env.max_concurrent)
+    tokenizer = chat_tokenizer(template)
+    return Episodes(cfg, ChatBridge(tokenizer), hosts, tokenizer, "none", ["score"])
+
+
+def actions(trajectory: Trajectory) -> list[list[int]]:
+    """The ids of each run of action tokens, of all rows."""
+    runs: list[list[int]] = []
+    for row in trajectory.rows:
+        acts = [False, *row.action_mask]
+        for place, token in enumerate(row.token_ids):
+            if acts[place + 1]:
+                runs.append([token]) if not acts[place] else runs[-1].append(token)
+    return runs
+
+
+def test_episode_holds_every_prompt_and_turn_id_for_id() -> None:
+    lane = ScriptedLane(TOKENIZER, lambda _ids, call: [WORD, TOKENIZER.eos_token_id] if call < 3 else "stop")
+    trajectory = play(lane)
+    assert trajectory.status is Status.ok
+    assert actions(trajectory) == lane.sampled
+    for seen, sampled in zip(lane.seen, lane.sampled, strict=True):
+        assert trajectory.token_ids[: len(seen) + len(sampled)] == seen + sampled
+    assert trajectory.more == []
+    assert (trajectory.metrics["turns"], trajectory.metrics["forks"]) == (4, 0)
+
+
+def test_rewards_of_turns_stand_on_their_last_tokens_and_the_score_is_the_outcome() -> None:
+    trajectory = play(ScriptedLane(TOKENIZER, ["a", "bb", "stop"]))
+    assert trajectory.token_rewards is not None
+    given = {place: reward for place, reward in enumerate(trajectory.token_rewards) if reward}
+    ends = [
+        n
+        for n, (a, b) in enumerate(zip(trajectory.action_mask, [*trajectory.action_mask[1:], False], strict=True))
+        if a and not b
+    ]
+    assert given == dict(zip(ends, [1.0, 2.0, 3.0], strict=True))
+    assert (trajectory.reward, trajectory.total, trajectory.metrics["length"]) == (10.0, 16.0, 7 / 3)
+
+
+def test_turn_that_hits_the_token_limit_is_closed_without_being_trained() -> None:
+    lane = ScriptedLane(TOKENIZER, ["abcdefgh", "stop"])
+    trajectory = play(lane, max_tokens=5)
+    end = len(lane.seen[0]) + 5
+    assert trajectory.token_ids[end] == TOKENIZER.eos_token_id
+    assert not trajectory.action_mask[end]
+    assert not trajectory.truncated
+
+
+def test_seeds_of_turns_differ_and_repeat_with_the_episode() -> None:
+    lanes = [ScriptedLane(TOKENIZER, ["a", "stop"]) for _ in range(2)]
+    for lane in lanes:
+        play(lane)
+    seeds = [[s.seed for s in lane.samplings] for lane in lanes]
+    assert seeds[0] == seeds[1]
+    assert len(set(seeds[0])) == 2
+
+
+def test_too_many_turns_end_truncated_with_the_score() -> None:
+    trajectory = play(ScriptedLane(TOKENIZER, ["a"] * 9), max_turns=3)
+    assert (trajectory.truncated, trajectory.metrics["turns"], trajectory.reward) == (True, 3, 10.0)
+
+
+def test_context_without_room_ends_truncated() -> None:  # B56
+    trajectory = play(ScriptedLane(TOKENIZER, ["abcdefghij"] * 40), context_tokens=160)
+    assert trajectory.truncated
+    assert trajectory.status is Status.ok
+    assert len(trajectory.token_ids) <= 160
+
+
+@pytest.mark.parametrize(
+    ("said", "status", "tries"),
+    [("boom", Status.env_failed, 1), ("none", Status.env_bad_value, 1), ("nan", Status.env_bad_value, 1)],
+)
+def test_failure_of_the_episodes_own_is_kept_and_not_played_again(said: str, status: Status, tries: int) -> None:
+    trajectory = play(ScriptedLane(TOKENIZER, ["a", said]))
+    assert trajectory.status is status
+    assert ("KeyError" in trajectory.error) == (said == "boom")
+    assert [e.closed > 0 for e in Echo.opened] == [True] * tries
+    assert actions(trajectory)  # what was sampled is there to be looked at
+
+
+def test_environment_that_is_down_once_is_played_again_with_the_same_task_and_seed() -> None:
+    trajectory = play(ScriptedLane(TOKENIZER, ["stop"]), kwargs={"down": 1})
+    assert trajectory.status is Status.ok
+    assert Echo.opened[0].task == Echo.opened[1].task
+    assert [e.closed > 0 for e in Echo.opened] == [True, True]
+
+
+def test_environment_that_stays_down_leaves_the_episode_out() -> None:
+    trajectory = play(ScriptedLane(TOKENIZER, ["stop"]), kwargs={"down": 9})
+    assert trajectory.status is Status.env_failed
+    assert "the service is down" in trajectory.error
+    assert len(Echo.opened) == 2
+
+
+def test_failures_in_a_row_end_the_run() -> None:
+    episodes = player(kwargs={"down": 99}, max_failures=3)
+    with pytest.raises(RoleDied, match=r"(?s)failed 3 times in a row \(env\.max_failures\).*service is down"):
+        for _ in range(2):
+            asyncio.run(episodes.play(ScriptedLane(TOKENIZER, ["stop"]), task(), Sampling(max_tokens=9), 0))
+
+
+def test_engine_failure_is_played_again_then_left_out() -> None:
+    lane = ScriptedLane(TOKENIZER, lambda _ids, _call: RuntimeError("engine gone"))
+    trajectory = play(lane)
+    assert (trajectory.status, trajectory.error, len(lane.seen)) == (Status.engine_failed, "engine gone", 2)
+
+
+def test_engine_that_saw_other_ids_is_a_failure_of_its_own() -> None:
+    class Liar(ScriptedLane):
+        async def generate(self, prompt_ids: list[int], sampling: Sampling) -> Any:
+            outcome = await super().generate(prompt_ids, sampling)
+            assert outcome.completion is not None
+            outcome.completion.prompt_ids[3] += 1
+            return outcome
+
+    trajectory = play(Liar(TOKENIZER, ["stop"]))
+    assert trajectory.status is Status.tokens_mismatch
+    assert "from token 3 on" in trajectory.error
+
+
+def test_agents_have_conversations_of_their_own_and_their_own_outcomes() -> None:
+    lane = ScriptedLane(TOKENIZER, ["x1", "o1", "x2", "o2"])
+    trajectory = play(lane, "Duel")
+    assert [(row.agent, row.reward) for row in trajectory.rows] == [("X", 1.0), ("O", -1.0)]
+    texts = [TOKENIZER.decode(row.token_ids) for row in trajectory.rows]
+    assert ("x1" in texts[0], "o1" in texts[0], "x2" in texts[1]) == (True, True, True)
+    assert actions(trajectory) == [lane.sampled[n] for n in (0, 2, 1, 3)]
+
+
+def test_window_leaves_old_turns_out_and_keeps_every_sampled_token_once() -> None:
+    lane = ScriptedLane(TOKENIZER, ["abcdefghij"] * 7 + ["stop"])
+    trajectory = play(lane, context=Context.window, context_tokens=240, window_turns=2)
+    assert len(trajectory.rows) > 1
+    assert sorted(actions(trajectory)) == sorted(lane.sampled)
+    assert all(len(ids) < 240 for ids in lane.seen)
+    assert all(ids[: trajectory.prompt_len] == lane.seen[0] for ids in lane.seen)
+    assert trajectory.total == 10.0 + sum(range(1, 9))
+
+
+def test_compaction_trains_the_summary_and_goes_on_from_it() -> None:
+    def say(ids: list[int], _call: int) -> str:
+        text = TOKENIZER.decode(ids)
+        if "Sum up" in text.rsplit("<|im_start|>user", 1)[1]:
+            return "SUMMARY"
+        return "stop" if "SUMMARY" in text else "abcdefghij"
+
+    lane = ScriptedLane(TOKENIZER, say)
+    trajectory = play(lane, context=Context.compact, summary_tokens=20, max_tokens=20, max_turns=40)
+    assert trajectory.status is Status.ok
+    assert len(trajectory.rows) == 2
+    assert sorted(actions(trajectory)) == sorted(lane.sampled)
+    assert "SUMMARY" in TOKENIZER.decode(trajectory.more[0].token_ids[: trajectory.more[0].prompt_len])
+
+
+def test_template_that_strips_thinking_forks_at_each_turn() -> None:
+    lane = ScriptedLane(TOKENIZER, ["<think>a</think>b", "<think>c</think>d", "stop"])
+    trajectory = play(lane, template=FORGETFUL, on_rewrite=Rewrite.fork)
+    assert len(trajectory.rows) == 3
+    assert "assistant\nb<|im_end|>" in TOKENIZER.decode(lane.seen[2])
+    assert sorted(actions(trajectory)) == sorted(lane.sampled)
+
+
+def test_long_observation_loses_its_middle_and_says_so() -> None:
+    lane = ScriptedLane(TOKENIZER, ["stop"])
+    episodes = player(observation_tokens=20)
+    asyncio.run(episodes.play(lane, task("start" + "x" * 90 + "end"), Sampling(max_tokens=9), 0))
+    text = TOKENIZER.decode(lane.seen[0])
+    assert "start" in text
+    assert "[78 tokens are left out here]" in text
+    assert "end<|im_end|>" in text
+
+
+spoken = st.lists(st.sampled_from(["a", "high", "boom", "none", "stop", "low er"]), min_size=1, max_size=6)
+
+
+@settings(max_examples=20)
+@given(st.lists(spoken, min_size=1, max_size=4))
+def test_batches_of_any_episodes_train_what_was_sampled_and_nothing_else(said: list[Sequence[str]]) -> None:
+    lanes = [ScriptedLane(TOKENIZER, [*texts, "stop"]) for texts in said]
+    played = [play(lane) for lane in lanes]
+    group = Group(
+        position=0, prompt=task(), trajectories=[*played, replace(play(ScriptedLane(TOKENIZER, ["stop"])))], version=3
+    )
+    batch = collate([group])
+    valid = [lane for lane, t in zip(lanes, played, strict=True) if t.valid]
+    assert batch.num_action_tokens == sum(len(ids) for lane in valid for ids in lane.sampled) + 5
+    assert batch.num_rows == len(valid) + 1
+    assert bool((batch.rollout_logprobs[~batch.action_mask] == 0).all())
