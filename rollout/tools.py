@@ -5,7 +5,7 @@ import inspect
 import json
 import typing
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 from conf.imports import nearest
@@ -39,6 +39,7 @@ class Turn:
 
     reward: float = 0.0
     finished: bool = False
+    info: dict[str, Any] = field(default_factory=dict)
 
 
 class ToolEnv:
@@ -97,6 +98,10 @@ class ToolEnv:
         """Adds to the reward of the current turn."""
         self._turn.reward += amount
 
+    def note(self, **info: Any) -> None:
+        """Adds to the info of the current turn."""
+        self._turn.info |= info
+
     async def step(self, action: Action) -> StepResult:
         self._turn = turn = Turn()
         info = {"tool_calls": len(action.tool_calls), "tool_errors": 0}
@@ -105,9 +110,9 @@ class ToolEnv:
             if isinstance(outcome, StepResult):
                 outcome.reward += turn.reward
                 outcome.terminated |= turn.finished
-                outcome.info = info | outcome.info
+                outcome.info = info | turn.info | outcome.info
                 return outcome
-            return StepResult(reward=turn.reward + outcome, terminated=True, info=info)
+            return StepResult(reward=turn.reward + outcome, terminated=True, info=info | turn.info)
         messages: list[Message] = []
         for call in action.tool_calls:
             if turn.finished:
@@ -119,6 +124,7 @@ class ToolEnv:
                     info["tool_errors"] += 1
                     text = f"Error: {error}"
             messages.append({"role": "tool", "name": call.name, "tool_call_id": call.id, "content": text})
+        info |= turn.info
         return StepResult(messages=messages, reward=turn.reward, terminated=turn.finished, info=info)
 
     async def _run(self, call: ToolCall) -> str:
