@@ -60,7 +60,8 @@ class CodeSandbox:
     """Write a function; hidden tests judge it. After an answer that fails some, another may be given.
 
     The reward comes with the last turn: the share of hidden tests passed, or with all_or_nothing 1 when all are.
-    Its steps block for up to wall_s: not for env.isolation=inline. Within a sandbox there can be no other.
+    Its steps block for up to wall_s: not for env.isolation=inline. Within a sandbox there can be no other. What an
+    answer computes is bounded by cpu_s, so that a busy machine fails none; wall_s is for those that wait.
     """
 
     def __init__(
@@ -69,7 +70,8 @@ class CodeSandbox:
         num_examples: int = 2,
         max_turns: int = 3,
         all_or_nothing: bool = False,
-        wall_s: float = 5.0,
+        cpu_s: int = 5,
+        wall_s: float = 20.0,
         memory_bytes: int = 256 << 20,
     ) -> None:
         for name, value, least in (
@@ -81,7 +83,9 @@ class CodeSandbox:
                 raise ConfigError(f"env.kwargs.{name}={value}: must be >= {least}")
         self._max_turns = max_turns
         self._all_or_nothing = all_or_nothing
-        self._limits = Limits(wall_s=wall_s, memory_bytes=memory_bytes, num_processes=16, output_bytes=256 << 10)
+        self._limits = Limits(
+            wall_s=wall_s, cpu_s=cpu_s, memory_bytes=memory_bytes, num_processes=16, output_bytes=256 << 10
+        )
         self._data: dict[str, Any] = {}
         self._turn = 0
 
@@ -177,7 +181,7 @@ def judge(code: str, name: str, cases: list[dict[str, Any]], limits: Limits) -> 
     if not wrong and len(values) < len(cases):
         wrong = {
             Reason.wall_s: f"it took longer than {limits.wall_s:g} s",
-            Reason.cpu_s: f"it took longer than {limits.cpu_s} s",
+            Reason.cpu_s: f"it computed for longer than {limits.cpu_s} s",
             Reason.memory_bytes: f"it took more memory than {limits.memory_bytes} bytes",
             Reason.output_bytes: "its results are too long",
         }.get(result.reason, "it ended its process")

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from typing import Any
 
 import pytest
 
@@ -21,9 +22,9 @@ def answer(code: str) -> Action:
     return Action(text=text, content=text)
 
 
-def begun(index: int = 0, **kwargs: object) -> CodeSandbox:
-    environment = CodeSandbox(**kwargs)  # type: ignore[arg-type]
-    environment.reset(Task(index=index, seed=0, data=CodeSandbox.make_task("train", 0, index)))
+def begun(**kwargs: Any) -> CodeSandbox:
+    environment = CodeSandbox(**kwargs)
+    environment.reset(Task(index=0, seed=0, data=CodeSandbox.make_task("train", 0, 0)))
     return environment
 
 
@@ -33,9 +34,9 @@ def data_of(template: str) -> dict:
     )
 
 
-def attempt(code: str, **kwargs: object) -> StepResult:
+def attempt(code: str) -> StepResult:
     """One turn, the only one, on a task to combine two integers."""
-    environment = CodeSandbox(max_turns=1, **kwargs)  # type: ignore[arg-type]
+    environment = CodeSandbox(max_turns=1)
     environment.reset(Task(index=0, seed=0, data=data_of("combine")))
     return environment.step(answer(code))
 
@@ -135,8 +136,14 @@ def test_tampering_earns_nothing(code: str) -> None:
 
 
 def test_an_endless_loop_costs_its_time_only() -> None:
-    result = attempt("def combine(a, b):\n    while True: pass", wall_s=0.5)
-    assert result.reward == 0.0 and result.terminated
+    for loop, kwargs, said in (
+        ("pass", {"cpu_s": 1, "wall_s": 60}, "it computed for longer than 1 s"),
+        ("time.sleep(9)", {"wall_s": 0.5}, "it took longer than 0.5 s"),
+    ):
+        environment = begun(**kwargs)
+        name = environment.oracle().split("(")[0].split("def ")[1]
+        step = environment.step(answer(f"import time\ndef {name}(*args):\n    while True: {loop}"))
+        assert step.reward == 0.0 and not step.terminated and f"Error: {said}" in step.messages[0]["content"]
 
 
 def test_what_was_right_before_an_exit_counts() -> None:
