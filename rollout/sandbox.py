@@ -102,7 +102,7 @@ def run_code(code: str, stdin: str = "", limits: Limits = DEFAULT_LIMITS) -> Cod
 
 def _ending(report: dict[str, Any]) -> tuple[Reason, int | None]:
     if report["end"] == "killed":
-        raise ChildProcessError("the process around the sandbox was killed")
+        raise ChildProcessError("the process around the sandbox ended without a report")
     if report["end"] == "setup":
         raise _unavailable(report["error"])
     if report["end"] == "memory":

@@ -161,7 +161,7 @@ def test_an_answer_without_a_block_is_told_so() -> None:
 
 def test_no_sandbox_is_a_failure_of_the_infrastructure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "ROOT", "/no/such/folder")
-    with pytest.raises(EnvironmentFailure, match="no sandbox: the sandbox cannot be set up"):
+    with pytest.raises(EnvironmentFailure, match="no sandbox: the process around the sandbox ended"):
         begun().step(answer("def f(): pass"))
 
 

@@ -29,7 +29,10 @@ def test_reset_may_give_an_observation_its_messages_or_a_text() -> None:
         ([USER, {"role": "user"}], r"messages\[1\]\['content'\] must be a str, found no such key"),
         ([{"role": 1, "content": ""}], r"\['role'\] must be a str, found 1 \(int\)"),
         ([{"role": "user", "content": [{"type": "text", "text": "a"}]}], "a list of parts is not taken: join"),
-        ([{"role": "user", "content": "", "tool_calls": {1, 2}}], r"\['tool_calls'\] must hold numbers, str.*\(set\)"),
+        (
+            [{"role": "user", "content": "", "tool_calls": {1, 2}}],
+            r"\['tool_calls'\] must hold only .*\(set\)",
+        ),
         (Observation(messages=[USER], tools={}), "tools must be a list of dicts"),  # type: ignore[arg-type]
         (Observation(messages=[USER], tools=["f"]), "tools must be a list of dicts"),  # type: ignore[list-item]
         (Observation(messages=[USER], agent=""), "agent must name who acts first"),
