@@ -72,6 +72,7 @@ class DaemonThread:
         while (item := self._calls.get()) is not None:
             future, call = item
             if future.set_running_or_notify_cancel():
+                outcome: tuple[Any, BaseException | None]
                 try:
                     outcome = (call(), None)
                 except BaseException as error:

@@ -1,9 +1,9 @@
 """Ends one program inside namespaces of its own: the trusted process around it, and the first process within.
 
-Run as a script, by `rollout.sandbox`, with the standard library alone: `jail.py CONFIG_FD REPORT_FD`. CONFIG_FD holds
-JSON. It makes three processes: this one stays outside, watches memory and reports one line of JSON on REPORT_FD; its
-child is number 1 of the new process namespace, so that its end is the end of every process within; that one's child
-becomes the program. Anything that cannot be set up is reported, and the program is not run.
+Started by `rollout.sandbox`, with the standard library alone. There are three processes: this one stays outside,
+watches memory and reports one line of JSON; its child is number 1 of the new process namespace, so that its end is the
+end of every process within; that one's child becomes the program. Anything that cannot be set up is reported, and the
+program is not run.
 """
 
 import ctypes
@@ -13,13 +13,11 @@ import resource
 import select
 import signal
 import socket
-import sys
 import time
 from pathlib import Path
 from typing import Any, NoReturn
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from syscall_filter import install_filter  # beside this file, which runs without its package
+from rollout.syscall_filter import install_filter
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC, CLONE_NEWUSER = 0x00020000, 0x04000000, 0x08000000, 0x10000000
 CLONE_NEWPID, CLONE_NEWNET = 0x20000000, 0x40000000
@@ -49,8 +47,8 @@ def check(result: int, step: str) -> None:
         raise SetUpError(f"{step}: {os.strerror(ctypes.get_errno())}")
 
 
-def main() -> None:
-    config_fd, report_fd = int(sys.argv[1]), int(sys.argv[2])
+def main(config_fd: int, report_fd: int) -> NoReturn:
+    """Reads what to run from one descriptor, and says on the other how it ended."""
     parent = os.getppid()
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
@@ -77,7 +75,6 @@ def supervise(config: dict[str, Any]) -> dict[str, Any]:
         write("/proc/self/setgroups", "deny")
         write("/proc/self/gid_map", f"{NOBODY} {gid} 1")
         write("/proc/self/uid_map", f"{NOBODY} {uid} 1")
-    write("/proc/self/oom_score_adj", "1000")
     if not Path("/proc/self/task", str(os.getpid()), "children").exists():
         raise SetUpError("memory cannot be watched: the kernel has no /proc/PID/task/TID/children")
     told, tell = os.pipe()
@@ -111,8 +108,8 @@ def watch(first: int, told: int, said: int, config: dict[str, Any]) -> dict[str,
     while True:
         began = time.monotonic()
         ready, _, _ = select.select(sources, [], [], WATCH_S)
-        if said in ready:
-            part = os.read(said, 1 << 16)
+        if said in ready and select.select([], [2], [], 0)[1]:  # a reader of ours that waits must not stop the watch
+            part = os.read(said, select.PIPE_BUF)
             if not part:
                 sources.remove(said)
             os.write(2, part[:left])
@@ -157,6 +154,7 @@ def be_first(config: dict[str, Any], tell: int, say: int, as_root: bool, uid: in
     try:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the only one that Python handles; others do not reach number 1
+        write("/proc/self/oom_score_adj", "1000")
         socket.sethostname("sandbox")
         make_root(config)
         drop_rights(as_root, uid)
@@ -269,7 +267,3 @@ def set_limits(limits: dict[str, Any]) -> None:
         ("CPU", cpu_s or resource.RLIM_INFINITY, cpu_s + 1 if cpu_s else resource.RLIM_INFINITY),
     ):
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (soft, hard))
-
-
-if __name__ == "__main__":
-    main()

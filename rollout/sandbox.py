@@ -25,7 +25,8 @@ from typing import Any
 
 from conf.errors import ConfigError
 
-JAIL = str(Path(__file__).with_name("jail.py"))
+ROOT = str(Path(__file__).parents[1])
+START_JAIL = "import sys; sys.path.append(sys.argv[1]); from rollout.jail import main; main(*map(int, sys.argv[2:]))"
 END_TIMEOUT_S = 10.0
 CODE_PATH = "/tmp/main.py"
 
@@ -82,7 +83,7 @@ DEFAULT_LIMITS = Limits()
 def run_code(code: str, stdin: str = "", limits: Limits = DEFAULT_LIMITS) -> CodeResult:
     """Runs Python code as a script, with the standard library, in /tmp. Blocks until all its processes are gone.
 
-    Raises ConfigError where the sandbox cannot be set up.
+    Raises ConfigError where the sandbox cannot be set up, OSError when it cannot be started or is killed from outside.
     """
     began = time.monotonic()
     jailed = start_jailed([python(), "-I", "-S", "-u", CODE_PATH], limits=limits, files={CODE_PATH: code}, piped=True)
@@ -100,6 +101,8 @@ def run_code(code: str, stdin: str = "", limits: Limits = DEFAULT_LIMITS) -> Cod
 
 
 def _ending(report: dict[str, Any]) -> tuple[Reason, int | None]:
+    if report["end"] == "killed":
+        raise ChildProcessError("the process around the sandbox ended without a report")
     if report["end"] == "setup":
         raise _unavailable(report["error"])
     if report["end"] == "memory":
@@ -165,7 +168,7 @@ class Jailed:
             if not selector.select(timeout_s):
                 raise TimeoutError
         line = os.read(self.reports, 1 << 16)
-        return json.loads(line) if line else {"end": "setup", "error": "the process around the sandbox was killed"}
+        return json.loads(line) if line else {"end": "killed"}
 
     def kill(self) -> None:
         """Kills the first process of the sandbox, and so all of them, and the one around it. May be called again."""
@@ -217,7 +220,7 @@ def start_jailed(
             json.dump(config, file)
         pipe = subprocess.PIPE
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", JAIL, str(config_fd), str(report)],
+            [sys.executable, "-I", "-S", "-c", START_JAIL, ROOT, str(config_fd), str(report)],
             pass_fds=[config_fd, report, *pass_fds],
             stdin=pipe if piped else subprocess.DEVNULL,
             stdout=pipe if piped else 2,

@@ -175,6 +175,8 @@ def _describe_report(jailed: Jailed, who: str) -> str:
     report = jailed.report(END_TIMEOUT_S)
     if report["end"] == "setup":
         return f"the sandbox of the {who} could not be set up: {report['error']}"
+    if report["end"] == "killed":
+        return f"the process around the sandbox of the {who} ended without a report"
     if report["end"] == "memory":
         return f"the {who} was killed for holding {report['held_bytes']} bytes of memory, more than its sandbox allows"
     if report["end"] == "signal":

@@ -2,7 +2,9 @@
 
 import json
 import os
+import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import pytest
 
 from conf.errors import ConfigError
 from rollout import sandbox
-from rollout.sandbox import CodeResult, Limits, Reason, run_code, sandbox_support
+from rollout.sandbox import CodeResult, Limits, Reason, python, run_code, sandbox_support, start_jailed
 from rollout.syscall_filter import CALLS, filter_program
 
 SMALL = Limits(wall_s=20, memory_bytes=128 << 20, num_processes=8, disk_bytes=8 << 20, file_bytes=4 << 20)
@@ -80,9 +82,18 @@ socket.socketpair()
     assert printed(code).splitlines() == [f"{name} PermissionError" for name in names]
 
 
-def test_the_network_is_a_namespace_of_its_own_too() -> None:
-    code = "import os; print(os.listdir('/sys/class/net') if os.path.exists('/sys/class/net') else 'none')"
-    assert printed(code) == "none\n"
+def test_every_namespace_is_one_of_its_own() -> None:
+    jailed = start_jailed([python(), "-I", "-S", "-c", "import time; time.sleep(3600)"], limits=SMALL)
+    try:
+        deadline = time.monotonic() + 20
+        while len(below := psutil.Process(jailed.process.pid).children(recursive=True)) < 2:
+            assert time.monotonic() < deadline
+        program = next(process for process in below if process.ppid() != jailed.process.pid)
+        for name in ("net", "pid", "mnt", "ipc", "uts"):
+            assert os.readlink(f"/proc/{program.pid}/ns/{name}") != os.readlink(f"/proc/self/ns/{name}"), name
+    finally:
+        jailed.kill()
+        jailed.close()
 
 
 def test_files_of_the_host_are_not_there(tmp_path: Path) -> None:
@@ -263,14 +274,58 @@ def test_limits_must_be_positive() -> None:
 
 
 def test_without_its_protections_nothing_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    jail = Path(sandbox.JAIL)
-    for name in ("jail.py", "syscall_filter.py"):
-        (tmp_path / name).write_text(jail.with_name(name).read_text())
-    broken = (tmp_path / "jail.py").read_text().replace("libc.unshare(flags)", "libc.unshare(1)")
-    (tmp_path / "jail.py").write_text(broken)
-    monkeypatch.setattr(sandbox, "JAIL", str(tmp_path / "jail.py"))
+    copy_sources(tmp_path)
+    jail = tmp_path / "rollout" / "jail.py"
+    jail.write_text(jail.read_text().replace("libc.unshare(flags)", "libc.unshare(1)"))
+    monkeypatch.setattr(sandbox, "ROOT", str(tmp_path))
     with pytest.raises(ConfigError, match=r"cannot be set up .*: unshare\(pid, net.*Invalid argument"):
         run_code("print(1)")
+
+
+UNPRIVILEGED = """
+import os
+from rollout.sandbox import Limits, run_code, sandbox_support
+print(sandbox_support())
+look = "import os; print(os.getuid(), os.listdir('/tmp'), os.path.exists('/etc/passwd'))"
+print(run_code(look).stdout, end="")
+rights = "import ctypes; libc = ctypes.CDLL(None); print(libc.sethostname(b'x', 1), libc.setuid(0), libc.setgid(0))"
+print(run_code(rights).stdout, end="")
+forks = "import os\\nwhile True:\\n  try: os.fork()\\n  except OSError: pass"
+print(run_code(forks, limits=Limits(wall_s=0.5)).reason.value)
+hold = "import os, time\\nfor i in range(2): os.fork()\\nx = b'x' * (40 << 20)\\ntime.sleep(60)"
+print(run_code(hold, limits=Limits(memory_bytes=64 << 20)).reason.value)
+"""
+
+
+def test_without_the_superuser_a_user_namespace_gives_the_same() -> None:
+    interpreter = "/usr/bin/python3.11"  # ours may lie where only the superuser gets
+    if os.geteuid() != 0 or not os.path.exists(interpreter):
+        pytest.skip("the other tests show it, or there is no Python that nobody may run")
+    with tempfile.TemporaryDirectory() as folder:
+        copy_sources(Path(folder))
+        os.chmod(folder, 0o755)
+        result = subprocess.run(
+            [interpreter, "-S", "-B", "-c", UNPRIVILEGED],
+            cwd=folder,
+            user=65534,
+            group=65534,
+            extra_groups=[],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    if "unshare" in result.stdout:
+        pytest.skip("this system gives user namespaces to the superuser only")
+    wanted = ["", "65534 ['main.py'] False", "-1 -1 -1", "wall_s", "memory_bytes"]
+    assert result.stdout.splitlines() == wanted, result.stderr
+
+
+def copy_sources(folder: Path) -> None:
+    """What the sandbox is made of, at another place."""
+    for name in ("rollout/sandbox.py", "rollout/jail.py", "rollout/syscall_filter.py", "conf/errors.py"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(Path(sandbox.ROOT, name).read_text())
+        (folder / name).with_name("__init__.py").touch()
 
 
 def test_the_filter_is_known_for_two_architectures() -> None:
