@@ -90,13 +90,14 @@ def task_maker(cfg: Config) -> Callable[[str, int], list[dict[str, Any]]]:
             f"data.from_env=true: {target} has no make_task(split, seed, index, **kwargs); add it, or give tasks with "
             "data=file data.path=FILE"
         )
-    check_arguments(function, f"{KEY}={target}.make_task", target, "train", cfg.seed, 0, **cfg.data.kwargs)
+    kwargs = cfg.env.kwargs | cfg.data.kwargs
+    check_arguments(function, f"{KEY}={target}.make_task", target, "train", cfg.seed, 0, **kwargs)
 
     def make(split: str, count: int) -> list[dict[str, Any]]:
         tasks = []
         for index in range(count):
             try:
-                task = function(split, cfg.seed, index, **cfg.data.kwargs)
+                task = function(split, cfg.seed, index, **kwargs)
             except Exception as error:
                 raise ConfigError(
                     f"{KEY}={target}: make_task({split!r}, {cfg.seed}, {index}): {describe(error)}"

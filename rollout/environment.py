@@ -84,9 +84,13 @@ class Environment(Protocol):
     `snapshot() -> bytes` and `restore(bytes)`: the whole state.
     """
 
-    def reset(self, task: Task) -> Observation: ...
+    def reset(self, task: Task) -> Any:
+        """Observation; its messages alone, or the text of one from the user, will do."""
+        ...
 
-    def step(self, action: Action) -> StepResult: ...
+    def step(self, action: Action) -> Any:
+        """StepResult."""
+        ...
 
     def close(self) -> None:
         """Gives back whatever the episode holds. Called once or several times, however the episode ended."""

@@ -63,6 +63,20 @@ class SingleTurn:
         return trajectory
 
 
+def demonstrated(prompt_ids: list[int], token_ids: list[int]) -> Completion:
+    """A turn that no engine has sampled."""
+    count = len(token_ids)
+    return Completion(
+        prompt_ids=prompt_ids,
+        token_ids=token_ids,
+        logprobs=[0.0] * count,
+        finish_reason="stop",
+        versions=[-1] * count,
+        ttft_s=0.0,
+        decode_s=0.0,
+    )
+
+
 def as_trajectory(completion: Completion) -> Trajectory:
     """One engine call as a trajectory: the prompt, then what was sampled."""
     prompt = len(completion.prompt_ids)

@@ -26,6 +26,7 @@ from rl.numerics import NotFiniteError
 from rl.schedule import learning_rate
 from rl.types import Batch, Group, Prompt, Trajectory
 from rollout.data import draw_demonstrations, render_demonstrations
+from rollout.demonstrations import oracle_turns
 from rollout.preflight import Prepared, prepare, require_compilers
 
 # Steps sent to the ranks in one call: enough to hide the call, few enough to show progress.
@@ -68,6 +69,13 @@ def plan_steps(
     return per_replica
 
 
+def demonstrations(cfg: Config, prepared: Prepared, count: int) -> list[tuple[list[int], list[int]]]:
+    """What the warm start learns from: turns of the environment's oracle, or at most `count` of a generator."""
+    if prepared.env is not None:
+        return oracle_turns(cfg, prepared.env, prepared.tokenizer, min(count, cfg.data.size))
+    return render_demonstrations(cfg.data, cfg.sft, prepared.tokenizer, count, cfg.seed)
+
+
 def warm_start(
     cfg: Config, cluster: Cluster, prepared: Prepared, out: Path, say: Callable[[str], None]
 ) -> dict[str, float]:
@@ -88,7 +96,7 @@ def warm_start(
     try:
         ready: Future[Any] = group.start()
         count = sft.num_steps * sft.batch_size
-        rendered = prepared.demonstrations or render_demonstrations(cfg.data, sft, prepared.tokenizer, count, cfg.seed)
+        rendered = prepared.demonstrations or demonstrations(cfg, prepared, count)
         pairs = draw_demonstrations(cfg.data, rendered, count, cfg.seed)
         calls = [
             range(first, min(first + STEPS_PER_CALL, sft.num_steps))

@@ -1,5 +1,6 @@
 """Guess a number by "higher" and "lower": many turns, no tools, and easy enough for the smallest model."""
 
+import random
 from typing import Any
 
 from conf.errors import ConfigError
@@ -14,10 +15,18 @@ class Guess:
 
     turns: how many guesses there are; 0 is as many as halving the range needs.
     style: "plain" is a few characters ("1-15?", "higher", "lower", "correct", "?" where there was no number); "chat" is
-    sentences. Every number from low to high is in every split: one that is never the answer would be learnt as such.
+    sentences. wobble: how often the oracle guesses at random. Every number from low to high is in every split: one that is never the answer would be learnt as such.
     """
 
-    def __init__(self, low: int = 1, high: int = 15, turns: int = 0, style: str = "chat", discount: float = 1.0):
+    def __init__(
+        self,
+        low: int = 1,
+        high: int = 15,
+        turns: int = 0,
+        style: str = "chat",
+        discount: float = 1.0,
+        wobble: float = 0.0,
+    ):
         if not 0 <= low < high < 10**18:
             raise ConfigError(f"env.kwargs.low={low} with high={high}: 0 <= low < high must hold")
         if turns < 0:
@@ -26,7 +35,9 @@ class Guess:
             raise ConfigError(f"env.kwargs.style={style!r}: must be plain or chat")
         if not 0 < discount <= 1:
             raise ConfigError(f"env.kwargs.discount={discount}: must be > 0 and <= 1")
-        self.low, self.high, self.style, self.discount = low, high, style, discount
+        if not 0 <= wobble <= 1:
+            raise ConfigError(f"env.kwargs.wobble={wobble}: must be >= 0 and <= 1")
+        self.low, self.high, self.style, self.discount, self.wobble = low, high, style, discount, wobble
         self.turns = turns or (high - low + 1).bit_length()
 
     @staticmethod
@@ -36,7 +47,7 @@ class Guess:
 
     def reset(self, task: Task) -> Observation:
         self.number = int(task.data["number"])
-        self.guesses = 0
+        self.guesses, self.draw = 0, random.Random(task.seed)
         self.left, self.right = self.low, self.high  # the number is known to be in [left, right]
         text = f"{self.low}-{self.high}?"
         if self.style == "chat":
@@ -64,6 +75,8 @@ class Guess:
         return None
 
     def oracle(self) -> str:
+        if self.draw.random() < self.wobble:
+            return str(self.draw.randint(self.low, self.high))
         return str((self.left + self.right) // 2)
 
     def _reply(self, guess: int | None, out: bool) -> str:
