@@ -48,6 +48,7 @@ from rollout.preflight import (
     require_engine_device,
     require_memory,
 )
+from rollout.record import describe_rollout
 from rollout.turns import Turns
 from scripts.sft import warm_start
 from scripts.wiring import KINDS, connect_sync, make_groups, make_player, role_paths, start_in_turn
@@ -390,17 +391,7 @@ class Session:
         shown = failed[:4] + trajectories[::every][: self.cfg.tracking.samples_per_step]
         with (self.start.run_dir / ROLLOUTS).open("a") as file:
             for group, t in shown:
-                row = {
-                    "step": step,
-                    "position": group.position,
-                    "prompt": group.prompt.record.get("prompt"),
-                    "completion": t.text,
-                    "reward": t.total if t.valid else None,
-                    "status": t.status.value,
-                    "error": t.error,
-                    "truncated": t.truncated,
-                    "num_tokens": t.num_action_tokens,
-                }
+                row = describe_rollout(step, group, t, self.prepared.tokenizer)
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
