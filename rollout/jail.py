@@ -1,4 +1,4 @@
-"""Ends one program inside namespaces of its own: the trusted process around it, and the first process within.
+"""Runs one program inside namespaces of its own: the trusted process around it, and the first process within.
 
 Started by `rollout.sandbox`, with the standard library alone. There are three processes: this one stays outside,
 watches memory and reports one line of JSON; its child is number 1 of the new process namespace, so that its end is the
