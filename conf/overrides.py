@@ -101,10 +101,7 @@ def with_environment(texts: list[str]) -> list[str]:
         if group == "env" and choice not in ("", "none"):
             path = re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", choice)
             expanded.append(f"env._target_={choice}" if path else text)
-            if "experiment" not in chosen:
-                expanded += [
-                    f"{key}={value}" for key, value in (("data", "env"), ("reward", "none")) if key not in chosen
-                ]
+            expanded += [f"{key}={value}" for key, value in (("data", "env"), ("reward", "none")) if key not in chosen]
         else:
             expanded.append(text)
     return expanded

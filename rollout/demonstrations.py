@@ -26,8 +26,8 @@ def oracle_turns(cfg: Config, prepared: PreparedEnv, tokenizer: Any, num_tasks: 
     """
     if "oracle" not in prepared.methods:
         raise ConfigError(
-            f"sft.num_steps={cfg.sft.num_steps} with {KEY}={cfg.env._target_}: it has no oracle() to learn from; add one "
-            "that gives the text of a perfect turn, or use sft.num_steps=0"
+            f"sft.num_steps={cfg.sft.num_steps} with {KEY}={cfg.env._target_}: it has no oracle() to learn from; add "
+            "one that gives the text of a perfect turn, or use sft.num_steps=0"
         )
     hosts = Hosts(str(cfg.env._target_), cfg.env.kwargs | cfg.sft.kwargs, cfg.env.isolation, cfg.env.max_concurrent)
     tasks = [

@@ -29,7 +29,8 @@ h2 { border-top: 1px solid #ccc; padding-top: .8em; font-size: 1.1em; }
 .turn { border-left: 4px solid #bbb; margin: .5em 0; padding: .1em .8em; white-space: pre-wrap; }
 .turn.action { border-color: #2e9d4a; background: #f2faf4; }
 .turn .who { color: #777; font-size: .8em; } .turn .reward { float: right; font-weight: 600; }
-.row { font: 13px/1.7 ui-monospace, monospace; white-space: pre-wrap; word-break: break-all; background: #fafafa; padding: .6em; }
+.row { font: 13px/1.7 ui-monospace, monospace; white-space: pre-wrap; word-break: break-all; background: #fafafa;
+  padding: .6em; }
 .row span { border-radius: 3px; } .row .seen { color: #888; } .row .cut { color: #b3261e; }
 summary { cursor: pointer; color: #555; } table { border-collapse: collapse; } td { padding: 0 .8em 0 0; color: #555; }
 """

@@ -15,7 +15,8 @@ class Guess:
 
     turns: how many guesses there are; 0 is as many as halving the range needs.
     style: "plain" is a few characters ("1-15?", "higher", "lower", "correct", "?" where there was no number); "chat" is
-    sentences. wobble: how often the oracle guesses at random. Every number from low to high is in every split: one that is never the answer would be learnt as such.
+    sentences. wobble: how often the oracle guesses at random. Every number from low to high is in every split: one that
+    is never the answer would be learnt as such.
     """
 
     def __init__(
