@@ -34,7 +34,8 @@ ENVS: list[tuple[Any, dict[str, Any]]] = [
 PARTS = [
     "<tool_call>", "</tool_call>", '{"name": "query", "arguments": {"sql": "select 1"}}', '{"name": "submit"}',
     '{"name": "calculate", "arguments": {"expression": "1/0"}}', '{"name": "report", "arguments": {"balance": "x"}}',
-    "go ", "take ", "unlock ", "north", "key", "look", "1", "7", "-3", "9" * 30, "```sql\n", "```", "select", "\n", "\0",
+    "go ", "take ", "unlock ", "north", "key", "look", "1", "7", "-3", "9" * 30, "```sql\n", "```", "select", "\n",
+    "\0",
 ]  # fmt: skip
 
 
