@@ -100,11 +100,9 @@ def detect_format(chat_template: str | None) -> str:
         return "none"
     for arguments in ({"probe_key": "probe_value"}, '{"probe_key": "probe_value"}'):
         rendered = _render_template(chat_template, arguments)
-        if "probe_name" not in rendered:
-            continue
-        if "<function=" in rendered and "<parameter=" in rendered:
+        if "<function=probe_name>" in rendered and "<parameter=probe_key>" in rendered:
             return "xml"
-        if CALL in rendered:
+        if re.search(r'<tool_call>\s*\{[^<]*"probe_name"', rendered):
             return "hermes"
         if re.search(r'\{\s*"name":\s*"probe_name",\s*"parameters":\s*"?\{', rendered):
             return "llama"

@@ -136,14 +136,14 @@ class ToolEnv:
             )
         if not known:
             if not self.tool_schemas:
-                raise ToolError(f"there is no tool {call.name!r}, nor any other")
-            raise ToolError(f"there is no tool {call.name!r}{nearest(call.name, list(self.tool_schemas))}")
+                raise ToolError(f"there is no tool {call.name[:60]!r}, nor any other")
+            raise ToolError(f"there is no tool {call.name[:60]!r}{nearest(call.name[:60], list(self.tool_schemas))}")
         function = self.tool_schemas[call.name]["function"]["parameters"]
         hints = self._hints[call.name]
         for name in call.arguments:
             if name not in hints:
-                hint = nearest(name, list(hints)) or "; it takes none"
-                raise ToolError(f"{call.name} has no argument {name!r}{hint}. {self._usage(call.name)}")
+                hint = nearest(name[:60], list(hints)) or "; it takes none"
+                raise ToolError(f"{call.name} has no argument {name[:60]!r}{hint}. {self._usage(call.name)}")
         for name in function["required"]:
             if name not in call.arguments:
                 raise ToolError(f"{call.name} lacks the argument {name!r}. {self._usage(call.name)}")

@@ -177,6 +177,9 @@ XML = """{%- for message in messages %}{% generation %}{{ message.content }}{% e
 TEXT_ARGUMENTS = """{% for m in messages %}{% for c in m.tool_calls or [] %}
 {{ '<tool_call>{"name": "' + c.function.name + '", "arguments": ' + c.function.arguments + '}' }}
 {% endfor %}{% endfor %}"""
+NAME_FIRST = """<tool_call>{function-name}{% for m in messages %}{% for c in m.tool_calls or [] %}
+<tool_call>{{ c.function.name }}{% for key, value in c.function.arguments | items %}
+<arg_key>{{ key }}</arg_key><arg_value>{{ value }}</arg_value>{% endfor %}</tool_call>{% endfor %}{% endfor %}"""
 PLAIN = "{% for message in messages %}{{ message.role + message.content }}{% endfor %}"
 
 
@@ -187,6 +190,7 @@ PLAIN = "{% for message in messages %}{{ message.role + message.content }}{% end
         (LLAMA, "llama"),
         (XML, "xml"),
         (TEXT_ARGUMENTS, "hermes"),
+        (NAME_FIRST, "none"),
         (PLAIN, "none"),
         ("{{ raise_exception('no tools') }}", "none"),
         ("{% if %}", "none"),

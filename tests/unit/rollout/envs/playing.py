@@ -4,7 +4,7 @@ import asyncio
 import inspect
 from typing import Any
 
-from rollout.environment import Environment, Observation, StepResult, Task
+from rollout.environment import Observation, StepResult, Task
 from rollout.tool_calls import parse
 
 
@@ -15,13 +15,13 @@ def awaited(value: Any) -> Any:
     return asyncio.run(wait()) if inspect.isawaitable(value) else value
 
 
-def begin(env: Environment, data: dict[str, Any], seed: int = 0) -> Observation:
+def begin(env: Any, data: dict[str, Any], seed: int = 0) -> Observation:
     observation = awaited(env.reset(Task(index=0, seed=seed, data=data)))
     assert observation.messages and all(message["role"] and message["content"] for message in observation.messages)
     return observation
 
 
-def act(env: Environment, text: str, format: str = "hermes") -> StepResult:
+def act(env: Any, text: str, format: str = "hermes") -> StepResult:
     result = awaited(env.step(parse(text, format)))
     assert all(isinstance(message["content"], str) and message["role"] for message in result.messages)
     return result

@@ -1,5 +1,7 @@
 """Calculator: right values, nothing but arithmetic, and no expression that takes long."""
 
+import contextlib
+
 import pytest
 import contextlib
 

@@ -1,6 +1,7 @@
 """SqliteQa: only reading, within limits; and only SQL that answers the question on any data is paid for."""
 
 import json
+from functools import partial
 from itertools import product
 
 import pytest
@@ -166,7 +167,7 @@ def test_the_two_databases_differ_in_their_answers() -> None:
         data = SqliteQa.make_task("train", 1, index)
         answers = []
         for key in ("visible", "hidden"):
-            made = ReadOnlyDatabase(lambda connection, seed=data[key]: shop.fill(connection, seed), shop.TABLES)
+            made = ReadOnlyDatabase(partial(shop.fill, seed=data[key]), shop.TABLES)
             answers.append(json.dumps(made.query(data["sql"], 1000).rows))
             made.close()
         assert answers[0] != answers[1]
