@@ -1,32 +1,34 @@
-"""A first environment: say a word of a given length, with one more try after a hint.
+"""A first environment: sums with a second try after a hint.
 
-python scripts/train.py experiment=quickstart env=examples.my_first_env.WordLength num_steps=5
+python scripts/train.py experiment=quickstart env=examples.my_first_env.Sums num_steps=5
 """
 
+import random
 import re
 from typing import Any
 
 from rollout.environment import Action, StepResult, Task
 
 
-class WordLength:
-    """One object is one episode. The reward is 1 for a word of the right length, half of it on the second try."""
+class Sums:
+    """One object is one episode. The reward is 1 for the right sum, half of that on the second try."""
 
     @staticmethod
     def make_task(split: str, seed: int, index: int) -> dict[str, Any]:
-        return {"letters": 3 + (index + seed) % 5}
+        draw = random.Random(f"{split}/{seed}/{index}")
+        return {"a": draw.randint(0, 9), "b": draw.randint(0, 9)}
 
     def reset(self, task: Task) -> str:
-        self.letters, self.tries = task.data["letters"], 0
-        return f"Reply with one English word of exactly {self.letters} letters, and nothing else."
+        self.sum, self.tries = task.data["a"] + task.data["b"], 0
+        return f"What is {task.data['a']} + {task.data['b']}? Reply with just the number."
 
     def step(self, action: Action) -> StepResult:
         self.tries += 1
-        word = re.sub(r"[^a-z]", "", action.text.lower())
-        if len(word) == self.letters:
+        numbers = re.findall(r"-?\d+", action.text)
+        if numbers and int(numbers[-1]) == self.sum:
             return StepResult(reward=1.0 / self.tries, terminated=True, info={"correct": 1.0})
-        hint = f"That has {len(word)} letters. Reply with one word of exactly {self.letters} letters."
-        message = {"role": "user", "content": hint}
+        hint = "That is no number." if not numbers else "Too low." if int(numbers[-1]) < self.sum else "Too high."
+        message = {"role": "user", "content": f"{hint} Reply with just the number."}
         return StepResult(messages=[message], terminated=self.tries == 2, info={"correct": 0.0})
 
     def close(self) -> None:

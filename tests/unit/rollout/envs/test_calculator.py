@@ -3,8 +3,6 @@
 import contextlib
 
 import pytest
-import contextlib
-
 from hypothesis import given
 from hypothesis import strategies as st
 
