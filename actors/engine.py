@@ -219,6 +219,9 @@ class Engine:
                 "allgather_bucket_size": bucket,
                 "stage3_param_persistence_threshold": 0,
                 "zero_hpz_partition_size": layout.hpz,
+                # DeepSpeed would reduce an expert layer's gradients after each of its backward passes, and a layer has
+                # two where prompts are shared. It does so for experts that are modules of their own: ours never are.
+                "leaf_module": {"classes": []},
                 **({"offload_optimizer": {"device": "cpu"}} if layout.offload_optimizer else {}),
                 **({"offload_param": {"device": "cpu"}} if layout.offload_parameters else {}),
             },

@@ -125,6 +125,15 @@ def test_five_updates_in_every_layout_equal_plain_torch(
     assert_equals_plain(policy, wanted, tmp_path / "hf", "sgd")
 
 
+@pytest.mark.parametrize("layout", [x for x in LEGAL if x.label() == "zero3 dp2"], ids=TrainLayout.label)
+def test_experts_that_are_partitioned_and_run_twice_a_pass_equal_plain_torch(
+    group: RankGroup, moe: Wanted, tmp_path: Path, layout: TrainLayout
+) -> None:
+    """Where prompts are shared, a layer runs for the prompt and again for the responses."""
+    policy = restart(group, layout_config(layout, rows=Layout.shared_prefix), moe.folder)
+    assert_equals_plain(policy, moe, tmp_path / "hf", "sgd")
+
+
 @pytest.mark.parametrize(
     "layout", [x for x in LEGAL if x.label() in ("zero1 dp2 ep2", "zero3 dp2")], ids=TrainLayout.label
 )
