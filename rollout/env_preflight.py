@@ -7,7 +7,7 @@ from typing import Any
 
 from conf.choices import Rewrite, Template
 from conf.errors import ConfigError
-from conf.imports import check_arguments, describe, import_function
+from conf.imports import check_arguments, describe, import_function, nearest
 from conf.schema import Config
 from rl.types import Prompt
 from rollout.chat import Bridge, ChatBridge, PlainBridge, TemplateError, require_append_only
@@ -18,7 +18,7 @@ from rollout.environment import Observation, Task
 from rollout.episode import Episodes
 from rollout.isolation import Hosts, check_environment
 from rollout.seeds import derive_seed
-from rollout.tool_calls import check_format, detect_format
+from rollout.tool_calls import VLLM, check_format, detect_format
 
 KEY = "env._target_"
 
@@ -49,10 +49,13 @@ def prepare_env(cfg: Config, tokenizer: Any) -> PreparedEnv:
     tool_format = env.tool_format
     if tool_format == "auto":
         tool_format = "none" if plain else detect_format(tokenizer.chat_template)
-    try:
-        check_format(tool_format)
-    except ConfigError as error:
-        raise ConfigError(f"env.tool_format={env.tool_format}: {error}") from error
+    check_format(tool_format)
+    if tool_format.startswith(VLLM):
+        from rollout.vllm_parsers import parser_names
+
+        name, known = tool_format.removeprefix(VLLM), parser_names()
+        if name not in known:
+            raise ConfigError(f"env.tool_format={tool_format}: vLLM has no such parser{nearest(name, known)}")
     return PreparedEnv(bridge=bridge, tool_format=tool_format, methods=methods, stop_token_id=bridge.end_of_turn)
 
 

@@ -91,7 +91,7 @@ def prepare(cfg: Config, template: str | None = CHATML) -> int:
 
 
 def test_environment_that_works_is_reset_once_and_its_prompt_measured() -> None:
-    assert prepare(config("Plain")) == len("\nuser\ntrain0") + 3 + len("\nassistant\n")
+    assert prepare(config("Plain")) == len("user\ntrain0" + "\n" + "assistant\n") + 3
 
 
 def test_tasks_of_the_environment_are_made_for_each_split() -> None:
@@ -117,7 +117,6 @@ def test_records_of_the_data_are_tasks_too() -> None:
         ("Plain", {"kwargs": {"length": 99}}, CHATML, "begins with .* tokens, and the context has room for 200"),
         ("Plain", {}, None, "no chat template"),
         ("Plain", {}, FORGETFUL, "rewrites history.*env.on_rewrite=keep"),
-        ("Plain", {"tool_format": "vllm:nothing"}, CHATML, "vllm:nothing"),
         ("Tools", {}, CHATML, "has tools, but env.tool_format=auto.*env.tool_format=hermes"),
     ],
 )
