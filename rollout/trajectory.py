@@ -91,6 +91,14 @@ class Tree:
         segment.truncated = completion.finish_reason == "length"
         return number
 
+    def follow(self, parent: int, kind: Kind, ids: Sequence[int], agent: str = "main") -> int:
+        """The segment of these ids behind the segment `parent`: one that is there, or else a new one."""
+        wanted = array("i", ids)
+        for child in self.segments[parent].children:
+            if self.segments[child].kind is kind and self.segments[child].ids == wanted:
+                return child
+        return self.add(parent, kind, wanted, agent)
+
     def attach(self, ids: Sequence[int], agent: str = "main") -> int:
         """The end of a path with exactly these ids: as much of the longest stored path as they begin with, and a new
         segment of the rest. Costs one walk along that path."""
