@@ -55,11 +55,12 @@ class Work:
 @dataclass(kw_only=True)
 class Call:
     """A request, from its first sending on. `work` is let go once there is an answer: all calls together would hold
-    the square of the episode."""
+    the square of the episode. abandoned: whoever had asked has hung up."""
 
     identity: str
     work: Work | None
     num_waiting: int = 0
+    abandoned: bool = False
     giving_up: asyncio.TimerHandle | None = None
     answer: Answer | None = None
 
@@ -100,6 +101,7 @@ class Session:
         call = self._calls.get(identity) or self._start(identity, asked)
         if not call.num_waiting:
             self._give_up_later(call)
+        call.abandoned = False
         return asked, call
 
     async def wait(self, call: Call) -> Answer:
@@ -115,6 +117,7 @@ class Session:
         finally:
             call.num_waiting -= 1
             if not call.num_waiting:
+                call.abandoned = True
                 self._give_up_later(call)
         if work.sampled.cancelled():
             raise Refused(404, CLOSED, code="session_closed")
@@ -144,7 +147,8 @@ class Session:
 
     def _start(self, identity: str, asked: Asked) -> Call:
         cfg = self.speech.cfg
-        if len(self._calls) >= cfg.env.max_turns:
+        wanted = sum(call.work is not None and not call.abandoned for call in self._calls.values())
+        if self.played.tree.num_turns + wanted >= cfg.env.max_turns:
             self.limit = f"the episode has had its {cfg.env.max_turns} turns (env.max_turns)"
             raise Refused(400, self.limit, code="max_turns_exceeded")
         if asked.tools and self.speech.tool_format == "none":
