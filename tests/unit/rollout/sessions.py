@@ -34,8 +34,9 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "
 
 
 def make_config(max_model_len: int = 4096, **env: Any) -> Config:
+    settings: dict[str, Any] = {"_target_": "some.Agent", "max_turns": 2000}
     return Config(
-        env=EnvConfig(**{"_target_": "some.Agent", "max_turns": 2000} | env),
+        env=EnvConfig(**settings | env),
         data=DataConfig(from_env=True),
         reward=RewardConfig(_target_=NO_REWARD),
         rollout=RolloutConfig(max_model_len=max_model_len, max_tokens=80),
@@ -67,14 +68,14 @@ class HeldLane(ScriptedLane):
 class Desk:
     """An endpoint, and a loop in a thread of its own for the lanes, as that of a pool."""
 
-    def __init__(self, template: str = CHATML, tool_format: str = "hermes", **env: Any):
+    def __init__(self, template: str = CHATML, tool_format: str = "hermes", keepalive_s: float = WAIT_S, **env: Any):
         self.tokenizer = chat_tokenizer(template)
         self.cfg = make_config(**env)
         self.speech = Speech(
             cfg=self.cfg, bridge=ChatBridge(self.tokenizer), tokenizer=self.tokenizer, tool_format=tool_format
         )
         self.openai = OpenAI(base_url="http://127.0.0.1", api_key="any", max_retries=0, timeout=WAIT_S)
-        self.endpoint = Endpoint(keepalive_s=0.05, max_body_bytes=1 << 20)
+        self.endpoint = Endpoint(keepalive_s=keepalive_s, max_body_bytes=1 << 20)
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
@@ -83,7 +84,7 @@ class Desk:
         return kind(self.tokenizer, say)
 
     def open(self, lane: ScriptedLane, abandon_s: float = 0.05, **sampling: Any) -> tuple[Session, str]:
-        knobs = Sampling(**{"max_tokens": 80} | sampling)
+        knobs = Sampling(max_tokens=120, **sampling)
         played = Played(task=Task(index=0, seed=0, data={}))
         session = Session(self.speech, played, lane, self.loop, knobs, seed=5, abandon_s=abandon_s)
         return session, self.run(self.endpoint.open(session))

@@ -90,7 +90,7 @@ def play(lane: ScriptedLane, target: str = "Asking", isolation: Isolation = Isol
     agents = Agents(cfg, ChatBridge(TOKENIZER), hosts, TOKENIZER, "hermes", [*methods, "run"])
     prompt = Prompt(index=4, token_ids=[], record={"prompt": "hello", "a": 6, "b": 7})
     try:
-        return asyncio.run(agents.play(lane, prompt, Sampling(max_tokens=80), seed=5))
+        return asyncio.run(agents.play(lane, prompt, Sampling(max_tokens=120), seed=5))
     finally:
         agents.close()
         agents.close()

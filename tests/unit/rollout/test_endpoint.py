@@ -29,6 +29,13 @@ def plain() -> Iterator[Desk]:
         yield made
 
 
+@pytest.fixture
+def lively() -> Iterator[Desk]:
+    """Its streams are soon kept alive."""
+    with desk(keepalive_s=0.02) as made:
+        yield made
+
+
 @pytest.fixture(scope="module")
 def tooling() -> Iterator[Desk]:
     with desk(template=TOOLING) as made:
@@ -100,9 +107,9 @@ def test_stream_says_what_an_answer_in_one_piece_says(plain: Desk, said: str) ->
     assert session.played.tree.num_forks == 0
 
 
-def test_stream_is_kept_alive_while_an_answer_is_sampled(plain: Desk) -> None:
-    lane = plain.lane(["high"], HeldLane)
-    _, base_url = plain.open(lane)
+def test_stream_is_kept_alive_while_an_answer_is_sampled(lively: Desk) -> None:
+    lane = lively.lane(["high"], HeldLane)
+    _, base_url = lively.open(lane)
     connection = send(base_url, {"model": "policy", "messages": HELLO, "stream": True})
     with connection, connection.makefile("rb") as stream:
         while stream.readline() != b": waiting\n":
@@ -204,7 +211,7 @@ def test_failed_engine_is_asked_again_by_the_client_itself(plain: Desk) -> None:
     def say(_ids: list[int], call: int) -> str | Exception:
         return RuntimeError("engine gone") if call == 0 else "high"
 
-    client, lane, session = plain.client(say, max_retries=1)  # type: ignore[arg-type]
+    client, lane, session = plain.client(say, max_retries=1)
     assert ask(client, HELLO).choices[0].message.content == "high"
     assert lane.samplings[0].seed == lane.samplings[1].seed
     session.require_sound()
@@ -222,9 +229,9 @@ def test_engine_that_stays_down_is_the_episodes_failure(plain: Desk, stream: boo
     assert (failed.value.status, failed.value.again) == (Status.engine_failed, True)
 
 
-def test_engine_that_fails_within_a_stream_says_so_there(plain: Desk) -> None:
-    lane = plain.lane(lambda _ids, _call: RuntimeError("engine gone"), HeldLane)
-    _, base_url = plain.open(lane)
+def test_engine_that_fails_within_a_stream_says_so_there(lively: Desk) -> None:
+    lane = lively.lane(lambda _ids, _call: RuntimeError("engine gone"), HeldLane)
+    _, base_url = lively.open(lane)
     connection = send(base_url, {"model": "policy", "messages": HELLO, "stream": True})
     with connection, connection.makefile("rb") as stream:
         while stream.readline() != b": waiting\n":
@@ -361,7 +368,8 @@ def test_calls_in_a_stream_come_together_as_in_one_piece(tooling: Desk) -> None:
     chunks = list(ask(tooling.client([CALL])[0], HELLO, tools=[TOOL], stream=True))
     pieces = [part for chunk in chunks for part in chunk.choices[0].delta.tool_calls or []]
     assert "".join(part.function.arguments for part in pieces) == whole.tool_calls[0].function.arguments
-    assert (pieces[0].function.name, pieces[0].id) == ("add", whole.tool_calls[0].id)
+    assert [(part.index, part.function.name) for part in pieces] == [(0, "add"), *[(0, None)] * (len(pieces) - 1)]
+    assert pieces[0].id
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
 
 
@@ -411,8 +419,8 @@ def test_models_are_listed(plain: Desk) -> None:
     [
         ({"temperature": 0.2}, "temperature", "temperature=0.2, but this run samples with temperature=1,"),
         ({"top_p": 0.9}, "top_p", "top_p=0.9, but this run samples with top_p=1,"),
-        ({"max_tokens": 81}, "max_tokens", "max_tokens=81: must be from 1 to 80"),
-        ({"max_completion_tokens": 0}, "max_completion_tokens", "must be from 1 to 80"),
+        ({"max_tokens": 121}, "max_tokens", "max_tokens=121: must be from 1 to 120"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens", "must be from 1 to 120"),
         ({"max_tokens": "9"}, "max_tokens", 'must be an integer, found "9"'),
         ({"n": 2}, "n", "n=2: this endpoint takes only 1"),
         ({"stop": ["x"]}, "stop", r'stop=\["x"\]: this endpoint takes only \[\]'),
