@@ -378,7 +378,9 @@ class EnvConfig:
     """The environment of multi-turn episodes; without one, each prompt is answered once and scored by reward.*."""
 
     _target_: str | None = option(
-        None, "import path of the class of an environment (rollout.environment.Environment); null is none"
+        None,
+        "import path of the class of an environment (rollout.environment.Environment), or of an agent that brings its "
+        "own loop (rollout.environment.Agent); null is none",
     )
     kwargs: dict[str, Any] = option({}, "arguments of the class")
     isolation: Isolation = option(

@@ -24,6 +24,11 @@ def oracle_turns(cfg: Config, prepared: PreparedEnv, tokenizer: Any, num_tasks: 
 
     Raises ConfigError when the environment has no oracle, or fails.
     """
+    if prepared.is_agent:
+        raise ConfigError(
+            f"sft.num_steps={cfg.sft.num_steps} with {KEY}={cfg.env._target_}: it is an agent, which has no oracle's "
+            "turns to learn from; use sft.num_steps=0"
+        )
     if "oracle" not in prepared.methods:
         raise ConfigError(
             f"sft.num_steps={cfg.sft.num_steps} with {KEY}={cfg.env._target_}: it has no oracle() to learn from; add "

@@ -1,19 +1,22 @@
 """What is wrong with an environment, before a process of the run starts; and what its episodes are made of."""
 
 import asyncio
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from conf.choices import Rewrite, Template
+from conf.choices import Context, Isolation, Rewrite, Template
 from conf.errors import ConfigError
 from conf.imports import check_arguments, describe, import_function, nearest
 from conf.schema import Config
 from rl.types import Prompt
+from rollout.agent_player import Agents
 from rollout.chat import Bridge, ChatBridge, PlainBridge, TemplateError, require_append_only
 from rollout.conversation import clip
 from rollout.data import check_template, load_records
 from rollout.env_faults import EnvFault
+from rollout.env_worker import RUN
 from rollout.environment import Observation, Task
 from rollout.episode import Episodes
 from rollout.isolation import Hosts, check_environment
@@ -29,21 +32,29 @@ class PreparedEnv:
 
     bridge: Bridge
     tool_format: str
-    methods: list[str]  # the environment's optional ones
+    methods: list[str]  # the environment's optional ones; `run` makes it an agent
     stop_token_id: int  # ends a turn
 
     def hosts(self, cfg: Config) -> Hosts:
         """Where environments run; to be closed."""
         return Hosts(str(cfg.env._target_), cfg.env.kwargs, cfg.env.isolation, cfg.env.max_concurrent)
 
-    def player(self, cfg: Config, hosts: Hosts, tokenizer: Any) -> Episodes:
-        return Episodes(cfg, self.bridge, hosts, tokenizer, self.tool_format, self.methods)
+    @property
+    def is_agent(self) -> bool:
+        return RUN in self.methods
+
+    def player(self, cfg: Config, hosts: Hosts, tokenizer: Any) -> Episodes | Agents:
+        """Who plays its episodes; Agents are to be closed."""
+        made = Agents if self.is_agent else Episodes
+        return made(cfg, self.bridge, hosts, tokenizer, self.tool_format, self.methods)
 
 
 def prepare_env(cfg: Config, tokenizer: Any) -> PreparedEnv:
     """Checks the environment's class, the chat template, and both together. Raises ConfigError."""
     env = cfg.env
     methods = check_environment(str(env._target_), env.kwargs, env.isolation)
+    if RUN in methods:
+        require_agent_settings(cfg)
     bridge = make_bridge(cfg, tokenizer)
     plain = cfg.data.template is Template.plain
     tool_format = env.tool_format
@@ -57,6 +68,23 @@ def prepare_env(cfg: Config, tokenizer: Any) -> PreparedEnv:
         if name not in known:
             raise ConfigError(f"env.tool_format={tool_format}: vLLM has no such parser{nearest(name, known)}")
     return PreparedEnv(bridge=bridge, tool_format=tool_format, methods=methods, stop_token_id=bridge.end_of_turn)
+
+
+def require_agent_settings(cfg: Config) -> None:
+    """Raises ConfigError for what an agent, with a loop of its own, does itself or cannot do."""
+    env = cfg.env
+    if env.context is not Context.stop or env.observation_tokens:
+        raise ConfigError(
+            f"env.context={env.context.value}, env.observation_tokens={env.observation_tokens}: {env._target_} is an "
+            "agent, and what is in its messages is its own business; use env.context=stop env.observation_tokens=0"
+        )
+    if env.isolation is Isolation.inline:
+        run = getattr(import_function(str(env._target_), KEY), RUN)
+        if not inspect.iscoroutinefunction(run):
+            raise ConfigError(
+                f"env.isolation=inline: {env._target_}.run is not async, so it would hold up the engines that it waits "
+                "for; use env.isolation=process or thread"
+            )
 
 
 def make_bridge(cfg: Config, tokenizer: Any) -> ChatBridge | PlainBridge:
@@ -118,7 +146,12 @@ def as_prompts(records: Sequence[dict[str, Any]]) -> list[Prompt]:
 
 
 def try_first_task(cfg: Config, prepared: PreparedEnv, tokenizer: Any, prompt: Prompt) -> int:
-    """Resets the environment for one task and renders how it begins: the number of its tokens. Raises ConfigError."""
+    """Resets the environment for one task and renders how it begins: the number of its tokens. Raises ConfigError.
+
+    An agent would have to be run, and is not tried: 0.
+    """
+    if prepared.is_agent:
+        return 0
     task = Task(index=prompt.index, seed=derive_seed("task", cfg.seed, prompt.index), data=prompt.record)
     hosts = prepared.hosts(cfg)
 

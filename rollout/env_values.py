@@ -124,11 +124,16 @@ def as_step_result(value: Any) -> StepResult:
     )
 
 
-def as_score(value: Any) -> float | dict[str, float]:
+def as_score(value: Any, what: str = "score") -> float | dict[str, float]:
     """The score of all agents, or of each by its name."""
     if not isinstance(value, dict):
-        return as_reward(value, "score")
-    return {as_agent(name, "score: a name"): as_reward(part, f"score[{name!r}]") for name, part in value.items()}
+        return as_reward(value, what)
+    return {as_agent(name, f"{what}: a name"): as_reward(part, f"{what}[{name!r}]") for name, part in value.items()}
+
+
+def as_result(value: Any) -> float | dict[str, float] | None:
+    """What an agent's run returned."""
+    return None if value is None else as_score(value, "run")
 
 
 def as_text(value: Any) -> str:
@@ -151,6 +156,7 @@ CHECKS: dict[str, Callable[[Any], Any]] = {
     "reset": as_observation,
     "step": as_step_result,
     "score": as_score,
+    "run": as_result,
     "oracle": as_text,
     "snapshot": as_bytes,
     "restore": as_nothing,

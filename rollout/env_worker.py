@@ -24,19 +24,20 @@ from rollout.worker import ERROR_CHARS, die_with_parent, receive, send
 
 KEY = "env._target_"
 OPTIONAL = ("make_task", "score", "oracle", "snapshot", "restore")
+RUN = "run"  # of an agent, which has it in place of reset and step
 # Kinds of reply. The first two answer the start, the others a request.
 READY, REFUSED, VALUE, BAD_VALUE, RAISED, FAILED = "ready", "refused", "value", "bad_value", "raised", "failed"
 
 
 def import_environment(target: str, kwargs: dict[str, Any]) -> Any:
-    """The class at `target`. Raises ConfigError unless it looks like an environment that takes `kwargs`."""
+    """The class at `target`. Raises ConfigError unless it looks like an environment, or agent, that takes `kwargs`."""
     found = import_function(target, KEY)
-    wrong = [name for name in ("reset", "step") if not callable(getattr(found, name, None))]
+    wrong = [name for name in ("reset", "step") if not callable(getattr(found, name, None)) and not is_agent(found)]
     if wrong:
         what = "a class" if inspect.isclass(found) else f"a {type(found).__name__}"
         raise ConfigError(
             f"{KEY}={target}: is {what} without the method{'s' * (len(wrong) > 1)} {' and '.join(wrong)}; an "
-            "environment is a class with reset(task) and step(action)"
+            "environment is a class with reset(task) and step(action), an agent one with run(task, base_url, model)"
         )
     if not inspect.isclass(found):
         raise ConfigError(f"{KEY}={target}: is a {type(found).__name__}, not a class")
@@ -45,6 +46,16 @@ def import_environment(target: str, kwargs: dict[str, Any]) -> Any:
             raise ConfigError(f"{KEY}={target}: {name} must be a method, found {shown(getattr(found, name))}")
     check_arguments(found, KEY, target, **kwargs)
     return found
+
+
+def is_agent(found: Any) -> bool:
+    """Whether a class runs whole episodes. One with reset or step is an environment, whatever its `run` may be."""
+    return callable(getattr(found, RUN, None)) and not hasattr(found, "reset") and not hasattr(found, "step")
+
+
+def optional_methods(found: Any) -> list[str]:
+    """The methods that a class has beyond those that every environment has; `run` among them where it is an agent."""
+    return [name for name in OPTIONAL if hasattr(found, name)] + [RUN] * is_agent(found)
 
 
 def serve(fd: int, parent: int) -> None:
@@ -57,7 +68,7 @@ def serve(fd: int, parent: int) -> None:
     except ConfigError as error:
         _reply(channel, REFUSED, str(error))
         os._exit(0)
-    _reply(channel, READY, [name for name in OPTIONAL if hasattr(environment, name)])
+    _reply(channel, READY, optional_methods(environment))
     current: Any = None
     with asyncio.Runner() as runner:  # one loop for the process: an async environment may keep a client
         while True:

@@ -97,6 +97,24 @@ class Environment(Protocol):
         ...
 
 
+@runtime_checkable
+class Agent(Protocol):
+    """A class in an environment's place: a program with a loop of its own, one object for one episode. It asks the
+    policy as any model that is served in OpenAI's way. `make_task`, `score` and `close` as in Environment.
+    """
+
+    def run(self, task: Task, base_url: str, model: str) -> Any:
+        """The whole episode; may be `async`. Gives what `score` gives, or None where there is a `score`; what both give
+        is added up.
+
+        base_url, model: for a client of chat completions, with any key. `model` + ":NAME" is the same policy, acting as
+        agent NAME, whose rewards are its own; without a name it is "main". See rollout.chat_request for what may be
+        asked. A request that is sent again byte for byte, with the same Idempotency-Key if any, gets the same answer:
+        whoever wants several answers to the same messages varies `seed`.
+        """
+        ...
+
+
 class EnvironmentFailure(Exception):
     """Raise it, or a subclass, in an environment for what is nobody's fault in the episode: a service that is down.
 

@@ -12,7 +12,7 @@ from conf.choices import Isolation
 from conf.errors import ConfigError
 from rollout.env_faults import EnvBadValue, EnvDied, EnvFault, EnvRaised, EnvTimeout
 from rollout.env_hosts import DaemonThread, LocalHost, ProcessHost, await_ready
-from rollout.env_worker import KEY, import_environment
+from rollout.env_worker import KEY, RUN, import_environment
 from rollout.sandbox import Limits, sandbox_support
 from rollout.worker import Worker, close_worker, kill_worker, start_process, start_sandboxed
 
@@ -37,8 +37,8 @@ class Host(Protocol):
     """Where one episode is played. The environment is constructed by the first call, within its deadline."""
 
     async def call(self, method: str, *args: Any, deadline_s: float) -> Any:
-        """The checked result of reset, step, score, oracle, snapshot or restore. Raises one of EnvFault; the episode is
-        over after EnvTimeout and EnvDied. Raises ConfigError when the class cannot be imported.
+        """The checked result of reset, step, run, score, oracle, snapshot or restore. Raises one of EnvFault; the
+        episode is over after EnvTimeout and EnvDied. Raises ConfigError when the class cannot be imported.
         """
         ...
 
@@ -212,16 +212,23 @@ class Hosts:
 
 
 def check_environment(target: str, kwargs: dict[str, Any], isolation: Isolation) -> list[str]:
-    """Imports the class in a process as `isolation` has it; the names of its optional methods.
+    """Imports the class in a process as `isolation` has it; the names of its optional methods, "run" if it is an agent.
 
-    Raises ConfigError, naming env._target_, when it cannot be imported, lacks reset or step, or does not take `kwargs`.
+    Raises ConfigError, naming env._target_, when it cannot be imported, lacks reset or step, does not take `kwargs`, or
+    is an agent and would be cut off from the model.
     """
     sandboxed = isolation is Isolation.sandbox
     if sandboxed and (missing := sandbox_support()):
         raise ConfigError(f"env.isolation=sandbox: {missing}")
     worker = start_sandboxed(MODULE, target, ENV_LIMITS) if sandboxed else start_process(MODULE)
     try:
-        return await_ready(worker, target, kwargs)
+        methods = await_ready(worker, target, kwargs)
+        if RUN in methods and sandboxed:
+            raise ConfigError(
+                f"env.isolation=sandbox: {target} is an agent, which asks the model over the network, and a sandbox "
+                "has none; use env.isolation=process"
+            )
+        return methods
     except EnvFault as error:
         raise ConfigError(f"{KEY}={target}: importing it: {error}") from error
     finally:

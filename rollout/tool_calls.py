@@ -66,6 +66,12 @@ def parse(
     return Action(text=text, content=content, tool_calls=_number([s.call for s in spans]), truncated=truncated)
 
 
+def decode(tokenizer: Any, token_ids: Sequence[int], format: str) -> str:
+    """Text of a turn: special tokens left out, where tool calls are not made of them."""
+    text: str = tokenizer.decode(list(token_ids), skip_special_tokens=format != "llama")
+    return text
+
+
 def check_format(format: str) -> None:
     """Raises ConfigError for an unknown format. The NAME of vllm:NAME is checked where it is used."""
     if format not in READERS and not (format.startswith(VLLM) and len(format) > len(VLLM)):

@@ -91,13 +91,26 @@ class Tree:
         segment.truncated = completion.finish_reason == "length"
         return number
 
+    def follow(self, parent: int, kind: Kind, ids: Sequence[int], agent: str = "main") -> int:
+        """The segment of these ids behind the segment `parent`: one that is there, or else a new one."""
+        wanted = array("i", ids)
+        for child in self.segments[parent].children:
+            if self.segments[child].kind is kind and self.segments[child].ids == wanted:
+                return child
+        if wanted and self.segments[parent].children:
+            self.num_forks += 1
+        return self.add(parent, kind, wanted, agent)
+
     def attach(self, ids: Sequence[int], agent: str = "main") -> int:
         """The end of a path with exactly these ids: as much of the longest stored path as they begin with, and a new
-        segment of the rest. Costs one walk along that path."""
+        segment of the rest. What another agent has sampled is not shared: a row earns for one of them. Costs one walk
+        along that path."""
         wanted, place, parent, children = array("i", ids), 0, -1, self.roots
         while True:
             for child in children:
-                own = self.segments[child].ids
+                segment, own = self.segments[child], self.segments[child].ids
+                if segment.kind is Kind.action and segment.agent != agent:
+                    continue
                 if wanted[place : place + len(own)] == own:
                     parent, place, children = child, place + len(own), self.segments[child].children
                     break

@@ -12,6 +12,7 @@ from actors.engine import optimizer_spec
 from actors.group import RankGroup, in_thread
 from actors.roles import ActorCritic, ActorPolicy, ActorReference, ActorRewardModel, ActorTeacher
 from conf.schema import Config
+from rollout.agent_player import Agents
 from rollout.engines import EngineGroup
 from rollout.preflight import Prepared
 from rollout.rewards import RewardPool
@@ -70,7 +71,10 @@ def make_player(cfg: Config, prepared: Prepared, stack: ExitStack) -> Player:
     if prepared.env is not None:
         hosts = prepared.env.hosts(cfg)
         stack.callback(hosts.close)
-        return prepared.env.player(cfg, hosts, prepared.tokenizer)
+        player = prepared.env.player(cfg, hosts, prepared.tokenizer)
+        if isinstance(player, Agents):
+            stack.callback(player.close)
+        return player
     scorer = RewardPool(cfg.reward)
     stack.callback(scorer.close)
     return SingleTurn(cfg, scorer, prepared.decode)

@@ -94,3 +94,23 @@ def test_a_thousand_turns_of_200_tokens_take_little_memory() -> None:
     stop()
     assert len(row.token_ids) == 200_000
     assert peak < 50e6
+
+
+def test_followed_segment_is_there_once_and_another_is_a_fork() -> None:
+    tree = Tree()
+    turn = tree.add_action(tree.attach([1, 2]), completion([3]))
+    first = tree.follow(turn, Kind.observation, [4, 5])
+    assert (tree.follow(turn, Kind.observation, [4, 5]), tree.num_forks) == (first, 0)
+    assert tree.follow(turn, Kind.observation, [4, 6]) != first
+    assert tree.num_forks == 1
+    assert tree.follow(turn, Kind.close, []) == turn
+
+
+def test_turn_of_another_agent_is_not_shared() -> None:
+    tree = Tree()
+    tree.add_action(tree.attach([1, 2], "a"), completion([3]), "a")
+    tree.add_action(tree.attach([1, 2, 3, 4], "b"), completion([5]), "b")
+    assert [(row.agent, row.token_ids, sum(row.action_mask)) for row in tree.rows()] == [
+        ("a", [1, 2, 3], 1),
+        ("b", [1, 2, 3, 4, 5], 1),
+    ]
