@@ -27,7 +27,7 @@ NAMES = {
     "logprobs": "log-probabilities and entropies over a large vocabulary with their gradients, against the naive way",
     "algorithms": "every algorithm on the tiny task from one warm start; also writes a table (.md) and curves (.png)",
     "layouts": "every layout of two training ranks: against one process of plain torch, and against DDP",
-    "agents": "episodes of several turns: exact ids, time beside engine and environment, one long one, many faulty ones",
+    "agents": "episodes of several turns: exact ids, time beside engine and environment, one long, many faulty",
 }
 REPEATS = {"rollout": 5, "train": 5, "sync": 9, "step": 2, "logprobs": 3, "algorithms": 1, "layouts": 5, "agents": 1}
 AGENTS = ("exact", "overhead", "long", "soak")
@@ -135,11 +135,12 @@ def main(argv: list[str]) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    wrong = result.pop("wrong", "")
     write_result(result | {"took_s": time.monotonic() - started}, args.json)
     print_result(result)
     print(f"wrote {args.json}")
-    if "wrong" in result:
-        print(f"error: {result['wrong']}", file=sys.stderr)
+    if wrong:
+        print(f"error: {wrong}", file=sys.stderr)
         return 1
     return 0
 

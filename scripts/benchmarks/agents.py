@@ -8,7 +8,7 @@ import argparse
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rollout.preflight import load_tokenizer
+from rollout.data import load_tokenizer
 from scripts.benchmarks.agents_exact import measure_exact
 from scripts.benchmarks.agents_overhead import measure_long, measure_overhead
 from scripts.benchmarks.agents_parts import Figure

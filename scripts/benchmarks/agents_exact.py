@@ -4,7 +4,7 @@ import argparse
 import copy
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -152,10 +152,15 @@ def exact_figures(noted: Sequence[Noted], tokenizer: Any, lm: Any, temperature: 
         Figure("completions_total", len(completions), "completions"),
         Figure("completions_trained_once", sum(num_trained_once(episode) for episode in valid), "completions"),
         Figure("resampled_differently", resampled_differently(completions, tokenizer), "share"),
-        Figure("max_logprob_diff", max(logprob_diff(lm, row, temperature) for row in rows), "nats"),
+        Figure("max_logprob_diff", largest(logprob_diff(lm, row, temperature) for row in rows), "nats"),
         Figure("observation_gradient", observation, "1"),
         Figure("action_gradient", action, "1"),
     ]
+
+
+def largest(values: Iterable[float]) -> float:
+    """NaN when there is one among them."""
+    return float(torch.tensor(list(values)).max())
 
 
 def num_exact_rows(episode: Noted) -> int:
@@ -242,9 +247,9 @@ def loss_gradients(lm: Any, trajectories: Sequence[Trajectory], temperature: flo
     loss, _ = policy_objective(algo, batch, scores, version=0)
     (loss / batch.num_action_tokens).backward()
     assert logits.grad is not None
-    largest = logits.grad.abs().amax(-1)
+    size = logits.grad.abs().amax(-1)
     predicts_action = torch.nn.functional.pad(batch.action_mask[:, 1:], (0, 1))
-    return float(largest[~predicts_action].max()), float(largest[predicts_action].min())
+    return float(size[~predicts_action].max()), float(size[predicts_action].min())
 
 
 def token_scores(logits: torch.Tensor, batch: Batch, temperature: float) -> Scores:

@@ -1,4 +1,4 @@
-"""What the measurements of agents share: figures, engines that answer at once, and players without a run around them."""
+"""What the measurements of agents share: figures, engines that answer at once, players without a run around them."""
 
 import time
 from array import array

@@ -122,8 +122,17 @@ def draw_task(index: int, seed: int, folder: Path) -> Prompt:
     draw = random.Random(f"{seed} {index}")
     fault = draw.choice([f for f in EXPECTED if f]) if draw.random() < 2 / 3 else ""
     turns = draw.randint(1, MOST_TURNS)
-    turn = draw.randrange(0 if fault == "hangs" else -2, turns)  # the deadline of a step is the short one
+    turn = draw.choice(stages(fault, turns))
     return make_prompt(index, fault=fault, turns=turns, turn=turn, mark=str(folder / f"{index}"))
+
+
+def stages(fault: str, turns: int) -> list[int]:
+    """Where a fault can be, as scripts.benchmarks.agents_envs.Faulty counts: a step, reset (-1), score (-2)."""
+    if fault == "hangs":  # the short deadline is that of a step
+        return [*range(turns)]
+    if fault in ("nan", "none", "text"):  # reset gives no reward
+        return [-2, *range(turns)]
+    return [-2, -1, *range(turns)]
 
 
 def with_step_s(cfg: Config, step_s: float) -> Config:

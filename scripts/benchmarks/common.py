@@ -45,10 +45,8 @@ FIELDS: dict[str, type | tuple[type, ...]] = {
     "ratios": dict,
     "took_s": (int, float),
 }
-LABELS: dict[str, type] = dict.fromkeys(
-    ("layout", "reason", "model", "train", "engine", "channel", "mode", "name", "unit"), str
-)
-LABELS |= {"legal": bool}
+LABELS: dict[str, type] = dict.fromkeys(("layout", "reason", "model", "train", "engine", "channel", "mode"), str)
+LABELS |= {"legal": bool, "name": str, "unit": str}
 MACHINE_FIELDS: dict[str, type] = {"cpu": str, "cores": int, "ram_bytes": int, "os": str}
 
 

@@ -1,8 +1,8 @@
 """Calculator: right values, nothing but arithmetic, and no expression that takes long."""
 
-import pytest
 import contextlib
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
