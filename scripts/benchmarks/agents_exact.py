@@ -98,6 +98,7 @@ def exact_config(args: argparse.Namespace) -> Config:
         [
             *(item for item in base_overrides(args) if not item.startswith("experiment=")),
             "experiment=smollm2_guess",
+            "prompts_per_step=1",
             f"data.size={args.episodes}",
             "data.eval_size=0",
             f"rollout.temperature={TEMPERATURE}",

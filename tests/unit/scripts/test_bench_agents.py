@@ -1,6 +1,7 @@
 """The benchmark of agents in small: its checks find what is wrong, and its figures come out of real episodes."""
 
 import asyncio
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,12 @@ def test_exact_figures_of_a_known_model_find_its_gap_and_no_gradient_at_observat
     assert found["max_logprob_diff"] == pytest.approx(0.25, abs=1e-5)
     assert found["observation_gradient"] == 0.0
     assert found["action_gradient"] > 0.0
+
+
+def test_exact_config_has_a_task_for_each_episode_and_is_hot() -> None:
+    cfg = agents_exact.exact_config(Namespace(model="m", threads=1, episodes=3))
+    assert (cfg.data.size, cfg.rollout.temperature, cfg.rollout.max_tokens) == (3, 1.3, 24)
+    assert (cfg.env.kwargs, cfg.evaluation.every) == ({"low": 1, "high": 5, "turns": 4}, 0)
 
 
 # -- overhead --
