@@ -193,10 +193,13 @@ def make_lane(task: Prompt, tokenizer: Any) -> InstantLane:
 
 
 def memory() -> tuple[int, int]:
-    """(bytes of memory of this process and of all that it has started, of this one alone)."""
+    """(bytes of memory of this process and of the environments' processes, of this one alone).
+
+    What those have started themselves and left behind is theirs, and is counted by `num_marked`.
+    """
     own = psutil.Process()
     total = mine = own.memory_info().rss
-    for child in own.children(recursive=True):
+    for child in own.children():
         with suppress(psutil.Error):
             total += child.memory_info().rss
     return total, mine
