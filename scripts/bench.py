@@ -7,6 +7,7 @@
     python scripts/bench.py logprobs --json runs/bench/logprobs.json        against logits of all tokens at once
     python scripts/bench.py algorithms --json runs/bench/algorithms.json    every algorithm on one task
     python scripts/bench.py layouts --json runs/bench/layouts.json          every layout of two training ranks
+    python scripts/bench.py agents --json runs/bench/agents.json            episodes of several turns
 
 docs/performance.md says what each one measures and how to read it. Use an idle machine.
 """
@@ -26,8 +27,10 @@ NAMES = {
     "logprobs": "log-probabilities and entropies over a large vocabulary with their gradients, against the naive way",
     "algorithms": "every algorithm on the tiny task from one warm start; also writes a table (.md) and curves (.png)",
     "layouts": "every layout of two training ranks: against one process of plain torch, and against DDP",
+    "agents": "episodes of several turns: exact ids, time beside engine and environment, one long, many faulty",
 }
-REPEATS = {"rollout": 5, "train": 5, "sync": 9, "step": 2, "logprobs": 3, "algorithms": 1, "layouts": 5}
+REPEATS = {"rollout": 5, "train": 5, "sync": 9, "step": 2, "logprobs": 3, "algorithms": 1, "layouts": 5, "agents": 1}
+AGENTS = ("exact", "overhead", "long", "soak")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -59,6 +62,11 @@ def build_parser() -> argparse.ArgumentParser:
             continue
         sub.add_argument("--model", default="models/smollm2", help="Hugging Face model folder [%(default)s]")
         sub.add_argument("--threads", type=positive, default=os.cpu_count() or 1, help="CPU threads [all cores]")
+        if name == "agents":
+            sub.add_argument("--only", nargs="+", choices=AGENTS, default=AGENTS, help="these measurements [all]")
+            sub.add_argument("--episodes", type=positive, default=200, help="episodes of exact [%(default)s]")
+            sub.add_argument("--soak", type=positive, default=2000, help="episodes of soak [%(default)s]")
+            continue
         if name != "sync":
             sub.add_argument("--prompts", type=positive, default=8, help="prompts of a batch [%(default)s]")
             sub.add_argument("--samples", type=group_size, default=8, help="samples of each prompt [%(default)s]")
@@ -127,11 +135,12 @@ def main(argv: list[str]) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    wrong = result.pop("wrong", "")
     write_result(result | {"took_s": time.monotonic() - started}, args.json)
     print_result(result)
     print(f"wrote {args.json}")
-    if "wrong" in result:
-        print(f"error: {result['wrong']}", file=sys.stderr)
+    if wrong:
+        print(f"error: {wrong}", file=sys.stderr)
         return 1
     return 0
 

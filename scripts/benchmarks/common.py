@@ -46,7 +46,7 @@ FIELDS: dict[str, type | tuple[type, ...]] = {
     "took_s": (int, float),
 }
 LABELS: dict[str, type] = dict.fromkeys(("layout", "reason", "model", "train", "engine", "channel", "mode"), str)
-LABELS |= {"legal": bool}
+LABELS |= {"legal": bool, "name": str, "unit": str}
 MACHINE_FIELDS: dict[str, type] = {"cpu": str, "cores": int, "ram_bytes": int, "os": str}
 
 
@@ -55,7 +55,7 @@ def validate(result: Mapping[str, Any]) -> None:
 
     rows: one for each measurement, with `variant` (who was measured), `repeat` (from 0) and finite figures whose names
     end in their unit (null where one was not measured), beside LABELS that describe the variant; one that was refused
-    has a reason and no figure.
+    has a reason and no figure. One with a single figure may have a `name`, a `value` and its `unit` instead.
     ratios: finite and positive, or null where the yardstick was left out.
     """
     if set(result) != set(FIELDS):
@@ -164,9 +164,10 @@ def print_result(result: Result) -> None:
     """The medians as a table, of few variants side by side; how many were refused, and why; and the ratios."""
     found = {variant: figures for variant, figures in medians(result["rows"]).items() if figures}
     columns = list(dict.fromkeys(key for figures in found.values() for key in figures))
+    units = {row["variant"]: row["unit"] for row in result["rows"] if "unit" in row}
     table = Table(title=f"{result['name']}: medians", title_justify="left")
     table.add_column("")
-    if len(found) <= MOST_COLUMNS:
+    if len(found) <= MOST_COLUMNS and not units:
         for variant in found:
             count = sum(row["variant"] == variant for row in result["rows"])
             table.add_column(f"{variant} ({count} runs)", justify="right")
@@ -176,8 +177,11 @@ def print_result(result: Result) -> None:
     else:
         for column in columns:
             table.add_column(column, justify="right")
+        if units:
+            table.add_column("unit")
         for variant, figures in found.items():
-            table.add_row(variant, *(figure_text(figures[c]) if c in figures else "" for c in columns))
+            cells = [figure_text(figures[c]) if c in figures else "" for c in columns]
+            table.add_row(variant, *cells, *([units.get(variant, "")] if units else []))
     console = Console()
     console.print(table)
     refused = Counter(row["reason"] for row in result["rows"] if row.get("reason"))

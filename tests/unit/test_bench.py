@@ -46,6 +46,17 @@ def test_a_result_has_the_schema_and_is_written(tmp_path: Path) -> None:
     common.validate(found)
 
 
+def test_wrong_result_is_written_and_ends_with_code_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "r.json"
+    told = result(wrong="it lost a row")
+    monkeypatch.setitem(sys.modules, "scripts.benchmarks.logprobs", Namespace(measure=lambda _args: dict(told)))
+    assert bench.main(["logprobs", "--json", str(path)]) == 1
+    assert "error: it lost a row" in capsys.readouterr().err
+    assert json.loads(path.read_text())["rows"] == told["rows"]
+
+
 def test_a_ratio_may_be_unmeasured() -> None:
     common.validate(result(ratios={"step_vs_trl": None}))
 
