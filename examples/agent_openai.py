@@ -1,7 +1,6 @@
-r"""An agent with a loop of its own, written for any model behind OpenAI's API, and trained as it is:
+"""An agent with a loop of its own, written for any model behind OpenAI's API, and trained as it is:
 
-    python scripts/train.py data=env reward=none env._target_=examples.agent_openai.CalculatorAgent \
-        model.path=FOLDER env.tool_format=hermes
+    python scripts/train.py env=examples.agent_openai.CalculatorAgent model.path=FOLDER env.tool_format=hermes
 
 FOLDER is a model whose chat template shows it the tools.
 """
