@@ -253,7 +253,9 @@ def read_object(path: Path, key: str = "model.path") -> dict[str, Any]:
     """The JSON object in a file of the model folder. Raises ConfigError."""
     try:
         value = json.loads(path.read_text())
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        raise ConfigError(f"{key}={path.parent}: no {path.name} can be read there ({error.strerror})") from error
+    except ValueError as error:
         raise ConfigError(f"{key}={path.parent}: {path.name} is not JSON ({error})") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{key}={path.parent}: {path.name} holds a {type(value).__name__}, not a JSON object")
