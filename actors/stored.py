@@ -211,7 +211,10 @@ def folder_tensors(folder: Path) -> dict[str, Lies]:
     for name in names:
         if not (folder / name).is_file():
             raise ValueError(f"{folder / name} is missing: no such file of weights")
-        found |= tensors_in(folder / name)
+        own = tensors_in(folder / name)
+        if twice := sorted(found.keys() & own.keys()):
+            raise ValueError(f"{folder}: {twice[0]} is in {name} and in another file; one of them is stale")
+        found |= own
     return found
 
 

@@ -73,7 +73,7 @@ def reshard(cfg: Config, source: Path, to: str, out: Path, dtype: str | None) ->
     with progress() as phase:
         stored = open_stored(source, dtype, phase("checksums"))
         cfg = replace(cfg, model=replace(cfg.model, path=str(stored.model_files)))
-        model = None if to == "hf" else fitting_model(cfg, stored, to)
+        model = fitting_model(cfg, stored, to)
         folders = targets_of(cfg, to, stored, model)
         total = sum(target.num_bytes for targets in folders.values() for target in targets)
         copied, checked = phase("copied", total), phase("read again", total)
@@ -94,8 +94,9 @@ def reshard(cfg: Config, source: Path, to: str, out: Path, dtype: str | None) ->
     print(f"{source} ({stored.about}) -> {out} ({to}): {total / 1e9:.3f} GB in {len(files)} files")
 
 
-def fitting_model(cfg: Config, stored: "Stored", to: str) -> "TrainedModel":
-    """The model in the training layout of the configuration, whose engines can take it too where it is for them.
+def fitting_model(cfg: Config, stored: "Stored", to: str) -> "TrainedModel | None":
+    """The model in the training layout of the configuration, whose engines can take it too where it is for them; none
+    for a Hugging Face folder, which has no layout.
 
     Raises ConfigError when weights and config.json, or either layout, do not fit.
     """
@@ -106,6 +107,8 @@ def fitting_model(cfg: Config, stored: "Stored", to: str) -> "TrainedModel":
     if cfg.lora.rank:
         raise ConfigError(f"lora.rank={cfg.lora.rank}: adapters are merged before weights are resharded; leave it out")
     described = check_model("source", cfg.model.path, cfg, cfg.train_layout, stored.shapes)
+    if to == "hf":
+        return None
     if to == "vllm-layout":
         require_engine_sizes(cfg.rollout, described)
     return trained_model(cfg.model.path, cfg.train_layout, cfg.lora)
