@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from weightsync.plan import ITEM_BYTES
 
@@ -95,6 +96,11 @@ def read_entries(path: Path) -> list[Entry]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         told = str(error) if isinstance(error, ValueError) else f"its header is damaged ({error!r})"
         raise ValueError(f"{path}: {told}") from error
+    try:
+        with safe_open(path, framework="pt"):  # finds what overlaps, stands twice or is left over
+            pass
+    except SafetensorError as error:
+        raise ValueError(f"{path}: its header is damaged: {error}") from error
     return found
 
 
