@@ -68,6 +68,7 @@ def test_header_of_tensors_in_two_dtypes_is_read_by_safetensors_and_back(tmp_pat
         (lambda data: data[:8] + b"x" + data[9:], "its header cannot be read"),
         (lambda data: data.replace(b'"F32"', b'"I32"'), "dtype I32"),
         (lambda data: data.replace(b"[7]", b"[8]"), "cut off or damaged"),
+        (lambda data: data + b"left over", "its header is damaged"),
     ],
 )
 def test_read_entries_of_a_damaged_file_names_it(tmp_path: Path, change: Any, told: str) -> None:
@@ -77,6 +78,14 @@ def test_read_entries_of_a_damaged_file_names_it(tmp_path: Path, change: Any, to
     with pytest.raises(ValueError, match=told) as error:
         read_entries(path)
     assert str(path) in str(error.value)
+
+
+def test_read_entries_of_overlapping_tensors_refuses_them(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.ones(2), "b": torch.zeros(2)}, path)
+    path.write_bytes(path.read_bytes().replace(b"[8,16]", b"[0, 8]"))
+    with pytest.raises(ValueError, match="its header is damaged"):
+        read_entries(path)
 
 
 def test_create_on_a_full_disk_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
