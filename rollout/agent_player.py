@@ -12,9 +12,7 @@ from rollout.chat import Bridge
 from rollout.chat_request import MODEL
 from rollout.endpoint import Endpoint
 from rollout.env_faults import EnvRaised, EnvTimeout
-from rollout.environment import Task
-from rollout.played import Played
-from rollout.seeds import derive_seed
+from rollout.played import Played, task_of
 from rollout.single_turn import Generator
 
 Outcome = float | dict[str, float]  # of all agents, or of each by name
@@ -42,7 +40,7 @@ class Agents:
 
     async def play(self, lane: Generator, prompt: Prompt, sampling: Sampling, seed: int) -> Trajectory:
         """As Player. Raises RoleDied when env.max_failures episodes in a row have failed for their environment."""
-        task = Task(index=prompt.index, seed=derive_seed("task", self.cfg.seed, prompt.index), data=prompt.record)
+        task = task_of(self.cfg.seed, prompt)
         return await self.attempts.play(task, lambda played, host: self._play(played, host, lane, sampling, seed))
 
     async def _play(self, played: Played, host: Host, lane: Generator, sampling: Sampling, seed: int) -> None:

@@ -17,10 +17,10 @@ from rollout.conversation import clip
 from rollout.data import check_template, load_records
 from rollout.env_faults import EnvFault
 from rollout.env_worker import RUN
-from rollout.environment import Observation, Task
+from rollout.environment import Observation
 from rollout.episode import Episodes
 from rollout.isolation import Hosts, check_environment
-from rollout.seeds import derive_seed
+from rollout.played import task_of
 from rollout.tool_calls import VLLM, check_format, detect_format
 
 KEY = "env._target_"
@@ -152,7 +152,7 @@ def try_first_task(cfg: Config, prepared: PreparedEnv, tokenizer: Any, prompt: P
     """
     if prepared.is_agent:
         return 0
-    task = Task(index=prompt.index, seed=derive_seed("task", cfg.seed, prompt.index), data=prompt.record)
+    task = task_of(cfg.seed, prompt)
     hosts = prepared.hosts(cfg)
 
     async def reset() -> Observation:

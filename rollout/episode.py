@@ -21,8 +21,8 @@ from rollout.conversation import (
     slide,
     wants_room,
 )
-from rollout.environment import Action, Message, Observation, StepResult, Task
-from rollout.played import Played, note_messages
+from rollout.environment import Action, Message, Observation, StepResult
+from rollout.played import Played, note_messages, task_of
 from rollout.seeds import derive_seed
 from rollout.single_turn import Generator
 from rollout.tool_calls import decode, parse
@@ -45,7 +45,7 @@ class Episodes:
 
     async def play(self, lane: Generator, prompt: Prompt, sampling: Sampling, seed: int) -> Trajectory:
         """As Player. Raises RoleDied when env.max_failures episodes in a row have failed for their environment."""
-        task = Task(index=prompt.index, seed=derive_seed("task", self.cfg.seed, prompt.index), data=prompt.record)
+        task = task_of(self.cfg.seed, prompt)
         return await self.attempts.play(task, lambda played, host: self._play(played, host, lane, sampling, seed))
 
     async def _play(self, played: Played, host: Host, lane: Generator, sampling: Sampling, seed: int) -> None:

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl.types import Trajectory
+from rl.types import Prompt, Trajectory
 from rollout.environment import Message, Task
+from rollout.seeds import derive_seed
 from rollout.trajectory import Row, Tree
 
 
@@ -19,6 +20,11 @@ class Played:
     truncated: bool = False
     infos: list[dict[str, Any]] = field(default_factory=list)
     transcript: list[dict[str, Any]] = field(default_factory=list)
+
+
+def task_of(run_seed: int, prompt: Prompt) -> Task:
+    """What the episodes of a prompt are about, the same for all members of its group."""
+    return Task(index=prompt.index, seed=derive_seed("task", run_seed, prompt.index), data=prompt.record)
 
 
 def note_messages(played: Played, agent: str, messages: Sequence[Message]) -> None:
