@@ -104,11 +104,11 @@ def fitting_model(cfg: Config, stored: "Stored", to: str) -> "TrainedModel | Non
     from rollout.model_folder import check_model
     from rollout.preflight import require_engine_sizes
 
-    if cfg.lora.rank:
-        raise ConfigError(f"lora.rank={cfg.lora.rank}: adapters are merged before weights are resharded; leave it out")
     described = check_model("source", cfg.model.path, cfg, cfg.train_layout, stored.shapes)
     if to == "hf":
         return None
+    if cfg.lora.rank:
+        raise ConfigError(f"lora.rank={cfg.lora.rank}: adapters are merged before weights are resharded; leave it out")
     if to == "vllm-layout":
         require_engine_sizes(cfg.rollout, described)
     return trained_model(cfg.model.path, cfg.train_layout, cfg.lora)
