@@ -14,9 +14,9 @@ from conf.schema import EnvConfig
 from rl.faults import RoleDied
 from rl.types import Status, Trajectory
 from rollout.engine import Outcome
-from rollout.env_faults import EnvBadValue, EnvDied, EnvFault, EnvRaised, EnvTimeout
 from rollout.environment import Task
 from rollout.played import Played, as_trajectory
+from rollout.processes.env_faults import EnvBadValue, EnvDied, EnvFault, EnvRaised, EnvTimeout
 
 
 class Host(Protocol):

@@ -7,10 +7,10 @@ from conf.errors import ConfigError
 from conf.schema import Config
 from rollout.chat import TemplateError
 from rollout.conversation import Conversation, add_messages, add_turn, begin, clip
-from rollout.env_faults import EnvFault
-from rollout.env_preflight import KEY, PreparedEnv, task_maker
 from rollout.environment import Observation, StepResult, Task
 from rollout.isolation import Hosts
+from rollout.preflight.environment import KEY, PreparedEnv, task_maker
+from rollout.processes.env_faults import EnvFault
 from rollout.seeds import derive_seed
 from rollout.single_turn import demonstrated
 from rollout.tool_calls import parse

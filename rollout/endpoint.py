@@ -1,6 +1,6 @@
 """An HTTP server on this machine, in a thread and event loop of its own, that answers programs as OpenAI's API does.
 
-    POST /SESSION/v1/chat/completions      rollout.chat_request says what may be asked
+    POST /SESSION/v1/chat/completions      rollout.agents.request says what may be asked
     GET  /SESSION/v1/models
 
 The name of a session is the secret that lets a program into its episode, and no other. An answer is sampled as a whole;
@@ -15,9 +15,9 @@ from typing import Any
 
 from aiohttp import web
 
-from rollout.agent_session import CLOSED, Call, Session
-from rollout.chat_answer import DONE, WAITING, as_events, as_object, event
-from rollout.chat_request import MODEL, Asked, Refused
+from rollout.agents.answer import DONE, WAITING, as_events, as_object, event
+from rollout.agents.request import MODEL, Asked, Refused
+from rollout.agents.session import CLOSED, Call, Session
 
 HOST = "127.0.0.1"
 MAX_BODY_BYTES = 32 << 20

@@ -108,7 +108,7 @@ class Agent(Protocol):
         is added up.
 
         base_url, model: for a client of chat completions, with any key. `model` + ":NAME" is the same policy, acting as
-        agent NAME, whose rewards are its own; without a name it is "main". See rollout.chat_request for what may be
+        agent NAME, whose rewards are its own; without a name it is "main". See rollout.agents.request for what may be
         asked. A request that is sent again byte for byte, with the same Idempotency-Key if any, gets the same answer:
         whoever wants several answers to the same messages varies `seed`.
         """

@@ -1,5 +1,5 @@
 """Where the code of an environment runs: one host for each episode, on the event loop, in a thread, a process or a
-sandbox, the same to its caller. Failures are typed: `rollout/env_faults.py`.
+sandbox, the same to its caller. Failures are typed: `rollout/processes/env_faults.py`.
 """
 
 import asyncio
@@ -10,15 +10,15 @@ from typing import Any, Protocol
 
 from conf.choices import Isolation
 from conf.errors import ConfigError
-from rollout.env_faults import EnvBadValue, EnvDied, EnvFault, EnvRaised, EnvTimeout
-from rollout.env_hosts import DaemonThread, LocalHost, ProcessHost, await_ready
-from rollout.env_worker import KEY, RUN, import_environment
+from rollout.processes.env_faults import EnvBadValue, EnvDied, EnvFault, EnvRaised, EnvTimeout
+from rollout.processes.env_hosts import DaemonThread, LocalHost, ProcessHost, await_ready
+from rollout.processes.env_worker import KEY, RUN, import_environment
+from rollout.processes.worker import Worker, close_worker, kill_worker, start_process, start_sandboxed
 from rollout.sandbox import Limits, sandbox_support
-from rollout.worker import Worker, close_worker, kill_worker, start_process, start_sandboxed
 
 __all__ = ["EnvBadValue", "EnvDied", "EnvFault", "EnvRaised", "EnvTimeout", "Host", "Hosts", "check_environment"]
 
-MODULE = "rollout.env_worker"
+MODULE = "rollout.processes.env_worker"
 MAX_MESSAGE_BYTES = 16 << 20
 MAX_ABANDONED = 8
 # Of an environment in a sandbox. Its deadlines are those of the calls.

@@ -13,8 +13,8 @@ from conf.errors import ConfigError
 from conf.imports import describe
 from conf.schema import RewardConfig
 from rl.types import Status
-from rollout.reward_worker import BAD_VALUE, REWARD, await_ready, call, start_worker
-from rollout.worker import START_TIMEOUT_S, Worker, close_worker, describe_death, kill_worker
+from rollout.processes.reward_worker import BAD_VALUE, REWARD, await_ready, call, start_worker
+from rollout.processes.worker import START_TIMEOUT_S, Worker, close_worker, describe_death, kill_worker
 
 # What it is called where its end is described.
 PROCESS = "reward process"

@@ -1,9 +1,9 @@
 """Runs code that nobody trusts: no network, no files of the host, bounded in everything, and gone without a trace.
 
-What keeps each promise, in `rollout/jail.py`: namespaces (network, processes, files, IPC), a root of its own that holds
-Python read-only and /tmp in memory, no rights and a user that owns nothing, limits (`Limits`) kept by the kernel and a
-watch over the memory of all processes together, and a filter of system calls. When one of these cannot be had here,
-nothing runs: ConfigError says what is missing.
+What keeps each promise, in `processes/jail.py`: namespaces (network, processes, files, IPC), a root of its own that
+holds Python read-only and /tmp in memory, no rights and a user that owns nothing, limits (`Limits`) kept by the kernel
+and a watch over the memory of all processes together, and a filter of system calls. When one of these cannot be had
+here, nothing runs: ConfigError says what is missing.
 """
 
 import contextlib
@@ -26,7 +26,9 @@ from typing import Any
 from conf.errors import ConfigError
 
 ROOT = str(Path(__file__).parents[1])
-START_JAIL = "import sys; sys.path.append(sys.argv[1]); from rollout.jail import main; main(*map(int, sys.argv[2:]))"
+START_JAIL = (
+    "import sys; sys.path.append(sys.argv[1]); from rollout.processes.jail import main; main(*map(int, sys.argv[2:]))"
+)
 END_TIMEOUT_S = 10.0
 CODE_PATH = "/tmp/main.py"
 

@@ -27,7 +27,7 @@ def run(cfg: Config) -> int:
     from rollout.engines import EngineGroup
     from rollout.evaluate import evaluate
     from rollout.pool import RolloutPool
-    from rollout.preflight import prepare, require_engine_device
+    from rollout.preflight.launch import prepare, require_engine_device
     from scripts.wiring import make_player
 
     cfg = dataclasses.replace(cfg, evaluation=dataclasses.replace(cfg.evaluation, every=1))

@@ -96,8 +96,8 @@ def plan(cfg: Config, save: str | None) -> Planned:
     """
     from actors.layout_plan import trained_model
     from rollout.data import read_object
-    from rollout.model_folder import require_layout
-    from rollout.preflight import require_engine_sizes
+    from rollout.preflight.launch import require_engine_sizes
+    from rollout.preflight.model_folder import require_layout
     from weightsync.planner import Tally, join_readers
     from weightsync.saved_plan import save_plan
 

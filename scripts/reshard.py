@@ -101,8 +101,8 @@ def fitting_model(cfg: Config, stored: "Stored", to: str) -> "TrainedModel | Non
     Raises ConfigError when weights and config.json, or either layout, do not fit.
     """
     from actors.layout_plan import trained_model
-    from rollout.model_folder import check_model
-    from rollout.preflight import require_engine_sizes
+    from rollout.preflight.launch import require_engine_sizes
+    from rollout.preflight.model_folder import check_model
 
     described = check_model("source", cfg.model.path, cfg, cfg.train_layout, stored.shapes)
     if to == "hf":

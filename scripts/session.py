@@ -39,7 +39,7 @@ from rl.types import Group, RunState
 from rollout.engines import EngineGroup
 from rollout.evaluate import evaluate
 from rollout.pool import RolloutPool
-from rollout.preflight import (
+from rollout.preflight.launch import (
     Prepared,
     prepare,
     require_channel,

@@ -27,7 +27,7 @@ from rl.schedule import learning_rate
 from rl.types import Batch, Group, Prompt, Trajectory
 from rollout.data import draw_demonstrations, render_demonstrations
 from rollout.demonstrations import oracle_turns
-from rollout.preflight import Prepared, prepare, require_compilers
+from rollout.preflight.launch import Prepared, prepare, require_compilers
 
 # Steps sent to the ranks in one call: enough to hide the call, few enough to show progress.
 STEPS_PER_CALL = 20

@@ -12,9 +12,9 @@ from actors.engine import optimizer_spec
 from actors.group import RankGroup, in_thread
 from actors.roles import ActorCritic, ActorPolicy, ActorReference, ActorRewardModel, ActorTeacher
 from conf.schema import Config
-from rollout.agent_player import Agents
+from rollout.agents.player import Agents
 from rollout.engines import EngineGroup
-from rollout.preflight import Prepared
+from rollout.preflight.launch import Prepared
 from rollout.rewards import RewardPool
 from rollout.single_turn import Player, SingleTurn
 from weightsync.sync import WeightSync

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from conf.errors import ConfigError
-from rollout.env_values import shown
 from rollout.environment import Action, EnvironmentFailure, Observation, StepResult, Task
 from rollout.envs.code_tasks import generate
+from rollout.processes.env_values import shown
 from rollout.sandbox import Limits, Reason, run_code
 
 BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)

@@ -20,7 +20,7 @@ from rl.prompts import PromptStream
 from rl.types import Batch, Completion, Group, Prompt, Sampling, Scores, Trajectory
 from rollout.engine import Outcome
 from rollout.pool import RolloutPool
-from rollout.preflight import Prepared, prepare
+from rollout.preflight.launch import Prepared, prepare
 from rollout.single_turn import Generator, Player
 from scripts.benchmarks.agents_parts import Figure
 from scripts.benchmarks.common import base_overrides, say

@@ -25,7 +25,7 @@ from conf.launch import compose
 from conf.schema import Config
 from rl.faults import RoleDied, RoleTimeout
 from rl.run_folder import collect_versions, write_json
-from rollout.preflight import Prepared
+from rollout.preflight.launch import Prepared
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 1800.0

@@ -18,7 +18,7 @@ from rl.prompts import PromptStream
 from rl.types import Sampling
 from rollout.engine import sampling_params
 from rollout.pool import RolloutPool
-from rollout.preflight import prepare
+from rollout.preflight.launch import prepare
 from rollout.rewards import RewardPool
 from rollout.seeds import derive_seed
 from rollout.single_turn import SingleTurn

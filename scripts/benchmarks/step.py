@@ -19,7 +19,7 @@ from typing import Any
 
 from conf.errors import ConfigError
 from rl.faults import RoleDied
-from rollout.preflight import prepare
+from rollout.preflight.launch import prepare
 from scripts.benchmarks.common import (
     ROOT,
     Result,

@@ -23,7 +23,7 @@ from safetensors import safe_open
 from actors.checkpoint import MODEL_FILES
 from conf.choices import Channel
 from conf.schema import Config
-from rollout.preflight import prepare
+from rollout.preflight.launch import prepare
 from scripts.benchmarks.common import Parts, Row, bench_config, medians, say, start_parts
 from scripts.benchmarks.sync_matrix import held_bytes, on_ranks, peaks_of_push, set_config
 from scripts.wiring import probe_row

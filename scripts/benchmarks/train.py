@@ -22,7 +22,7 @@ from rl.advantages import broadcast_to_tokens, group_advantages
 from rl.batching import collate, plan_micro_batches
 from rl.faults import RoleDied
 from rl.types import Batch, Group, Prompt, Trajectory
-from rollout.preflight import prepare
+from rollout.preflight.launch import prepare
 from scripts.benchmarks.common import (
     Result,
     Row,

@@ -9,7 +9,7 @@ from conf.choices import Isolation
 from conf.schema import NO_REWARD, ClusterConfig, Config, DataConfig, EnvConfig, ModelConfig
 from rl.types import Status
 from rollout.engines import EngineGroup
-from rollout.preflight import Prepared, prepare
+from rollout.preflight.launch import Prepared, prepare
 from scripts.benchmarks.agents_exact import Noted, exact_figures, note_episodes
 from tests.integration.real import load_hf, one_thread, random_folder, start_engines, started_cluster
 from tests.unit.stand_ins import make_cfg

@@ -15,14 +15,14 @@ from rl.batching import collate
 from rl.prompts import PromptStream
 from rl.types import Status, Trajectory
 from rollout import router as router_module
-from rollout.agent_player import Agents
+from rollout.agents.player import Agents
 from rollout.chat import ChatBridge
 from rollout.data import load_tokenizer
 from rollout.engines import EngineGroup
-from rollout.env_preflight import as_prompts
 from rollout.environment import Task
 from rollout.isolation import Hosts
 from rollout.pool import RolloutPool
+from rollout.preflight.environment import as_prompts
 from tests.integration.real import hf_logprobs, load_hf, random_folder, start_engines, started_cluster
 from tests.unit.stand_ins import make_cfg
 

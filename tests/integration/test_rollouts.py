@@ -28,7 +28,7 @@ from rl.types import Group, Prompt, Sampling, Status, Trajectory
 from rollout import router as router_module
 from rollout.engines import EngineGroup
 from rollout.pool import RolloutPool
-from rollout.preflight import prepare
+from rollout.preflight.launch import prepare
 from rollout.single_turn import SingleTurn
 from tests.integration.real import (
     ask,

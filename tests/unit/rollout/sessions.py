@@ -13,7 +13,7 @@ from openai import OpenAI
 
 from conf.schema import NO_REWARD, Config, DataConfig, EnvConfig, RewardConfig, RolloutConfig
 from rl.types import Sampling
-from rollout.agent_session import Session, Speech
+from rollout.agents.session import Session, Speech
 from rollout.chat import ChatBridge
 from rollout.endpoint import Endpoint
 from rollout.engine import Outcome

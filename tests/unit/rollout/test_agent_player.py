@@ -10,13 +10,13 @@ from conf.choices import Context, Isolation
 from conf.errors import ConfigError
 from conf.schema import Config
 from rl.types import Prompt, Sampling, Status, Trajectory
-from rollout.agent_player import Agents, add_up
+from rollout.agents.player import Agents, add_up
 from rollout.attempts import EpisodeFailed
 from rollout.chat import ChatBridge
-from rollout.env_preflight import require_agent_settings
-from rollout.env_worker import optional_methods
 from rollout.environment import Agent, EnvironmentFailure, Task
 from rollout.isolation import Hosts, check_environment
+from rollout.preflight.environment import require_agent_settings
+from rollout.processes.env_worker import optional_methods
 from tests.unit.rollout.agents import ScriptedLane, chat_tokenizer
 from tests.unit.rollout.sessions import TOOLING, WAIT_S, make_config
 from tests.unit.rollout.test_episode import actions

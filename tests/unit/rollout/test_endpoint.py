@@ -11,7 +11,7 @@ from openai import AsyncOpenAI, OpenAI
 
 from conf.choices import Rewrite
 from rl.types import Completion, Sampling, Status
-from rollout.agent_session import Session
+from rollout.agents.session import Session
 from rollout.attempts import EpisodeFailed
 from rollout.engine import Outcome
 from rollout.played import as_trajectory

@@ -10,8 +10,8 @@ from conf.errors import ConfigError
 from conf.launch import compose
 from conf.schema import NO_REWARD, Config, DataConfig, EnvConfig, ModelConfig, RewardConfig, RolloutConfig, SftConfig
 from rollout.demonstrations import oracle_turns
-from rollout.env_preflight import make_bridge, make_tasks, prepare_env, try_first_task
 from rollout.environment import Action, Observation, StepResult, Task
+from rollout.preflight.environment import make_bridge, make_tasks, prepare_env, try_first_task
 from rollout.tools import ToolEnv, tool
 from tests.unit.rollout.agents import CHATML, FORGETFUL, chat_tokenizer
 

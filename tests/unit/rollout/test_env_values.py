@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout.env_faults import EnvBadValue
-from rollout.env_hosts import answer
-from rollout.env_values import CHECKS, as_observation, as_score, as_step_result, plain, revive
 from rollout.environment import Observation, StepResult
+from rollout.processes.env_faults import EnvBadValue
+from rollout.processes.env_hosts import answer
+from rollout.processes.env_values import CHECKS, as_observation, as_score, as_step_result, plain, revive
 
 USER = {"role": "user", "content": "hello"}
 

@@ -166,7 +166,7 @@ def environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
 @pytest.fixture(autouse=True)
 def no_process_left() -> Iterator[None]:
     yield
-    marks = ("env_worker", "rollout.jail")
+    marks = ("env_worker", "rollout.processes.jail")
     assert not [c for c in psutil.Process().children(recursive=True) if any(m in " ".join(c.cmdline()) for m in marks)]
 
 

@@ -35,7 +35,7 @@ from conf.schema import (
     TeacherConfig,
     TrainerConfig,
 )
-from rollout.preflight import (
+from rollout.preflight.launch import (
     Prepared,
     prepare,
     require_channel,

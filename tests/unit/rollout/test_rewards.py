@@ -271,7 +271,7 @@ def test_workers_die_with_their_parent(tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(
         "import pickle\n"
-        "from rollout.reward_worker import await_ready, call, start_worker\n"
+        "from rollout.processes.reward_worker import await_ready, call, start_worker\n"
         "worker = start_worker()\n"
         "await_ready(worker, 'reward_functions.behave', {})\n"
         "call(worker, pickle.dumps(('spin', {})), 600.0)\n"

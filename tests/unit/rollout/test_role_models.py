@@ -19,7 +19,7 @@ from conf.schema import (
     TeacherConfig,
 )
 from rollout.data import load_tokenizer
-from rollout.role_models import check_role_models
+from rollout.preflight.role_models import check_role_models
 
 
 def with_roles(critic: Path | None = None, teacher: Path | None = None, reward_model: Path | None = None) -> Config:

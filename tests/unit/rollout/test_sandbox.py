@@ -13,8 +13,8 @@ import pytest
 
 from conf.errors import ConfigError
 from rollout import sandbox
+from rollout.processes.syscall_filter import CALLS, filter_program
 from rollout.sandbox import CodeResult, Limits, Reason, python, run_code, sandbox_support, start_jailed
-from rollout.syscall_filter import CALLS, filter_program
 
 SMALL = Limits(wall_s=20, memory_bytes=128 << 20, num_processes=8, disk_bytes=8 << 20, file_bytes=4 << 20)
 
@@ -275,7 +275,7 @@ def test_limits_must_be_positive() -> None:
 
 def test_without_its_protections_nothing_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copy_sources(tmp_path)
-    jail = tmp_path / "rollout" / "jail.py"
+    jail = tmp_path / "rollout" / "processes" / "jail.py"
     jail.write_text(jail.read_text().replace("libc.unshare(flags)", "libc.unshare(1)"))
     monkeypatch.setattr(sandbox, "ROOT", str(tmp_path))
     with pytest.raises(ConfigError, match=r"cannot be set up .*: unshare\(pid, net.*Invalid argument"):
@@ -322,8 +322,9 @@ def test_without_the_superuser_a_user_namespace_gives_the_same() -> None:
 
 def copy_sources(folder: Path) -> None:
     """What the sandbox is made of, at another place."""
-    for name in ("rollout/sandbox.py", "rollout/jail.py", "rollout/syscall_filter.py", "conf/errors.py"):
-        (folder / name).parent.mkdir(exist_ok=True)
+    ours = ("sandbox.py", "processes/jail.py", "processes/syscall_filter.py")
+    for name in (*(f"rollout/{part}" for part in ours), "conf/errors.py"):
+        (folder / name).parent.mkdir(exist_ok=True, parents=True)
         (folder / name).write_text(Path(sandbox.ROOT, name).read_text())
         (folder / name).with_name("__init__.py").touch()
 

@@ -67,3 +67,15 @@ def test_oracle_takes_over_after_other_guesses() -> None:
 )
 def test_integers_in_a_text(text, first, last) -> None:
     assert (first_integer(text), last_integer(text)) == (first, last)
+
+
+def test_example_stands_before_the_opening_and_is_the_same_for_every_task() -> None:
+    begun = [begin(Guess(low=1, high=5, style="short", example=True), {"number": number}).messages for number in (1, 5)]
+    assert begun[0] == begun[1]
+    assert [(m["role"], m["content"]) for m in begun[0]] == [
+        ("user", "Guess a number from 1 to 5."),
+        ("assistant", "3"),
+        ("user", "Higher."),
+        ("assistant", "4"),
+        ("user", "Correct! Guess a number from 1 to 5."),
+    ]

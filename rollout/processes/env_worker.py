@@ -17,10 +17,10 @@ from typing import Any
 
 from conf.errors import ConfigError
 from conf.imports import check_arguments, import_function
-from rollout.env_faults import EnvBadValue
-from rollout.env_values import CHECKS, plain, shown
 from rollout.environment import EnvironmentFailure
-from rollout.worker import ERROR_CHARS, die_with_parent, receive, send
+from rollout.processes.env_faults import EnvBadValue
+from rollout.processes.env_values import CHECKS, plain, shown
+from rollout.processes.worker import ERROR_CHARS, die_with_parent, receive, send
 
 KEY = "env._target_"
 OPTIONAL = ("make_task", "score", "oracle", "snapshot", "restore")
@@ -120,7 +120,8 @@ async def finish(value: Any) -> Any:
 
 def trace(error: BaseException) -> str:
     """The traceback, from the first frame on that is not ours."""
-    ours = (os.path.dirname(__file__), os.path.dirname(asyncio.__file__))
+    here = os.path.dirname(__file__)
+    ours = (here, os.path.dirname(here), os.path.dirname(asyncio.__file__))
     frames = error.__traceback__
     while frames and os.path.dirname(frames.tb_frame.f_code.co_filename) in ours:
         frames = frames.tb_next

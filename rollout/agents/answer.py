@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl.types import Completion
-from rollout.chat_request import MODEL, Asked
+from rollout.agents.request import MODEL, Asked
 from rollout.environment import Message
 from rollout.tool_calls import decode, parse
 

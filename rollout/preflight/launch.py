@@ -25,10 +25,10 @@ from rollout.data import (
     render_prompts,
     require_model_folder,
 )
-from rollout.env_preflight import PreparedEnv, make_tasks, prepare_env, try_first_task
-from rollout.model_folder import check_model
+from rollout.preflight.environment import PreparedEnv, make_tasks, prepare_env, try_first_task
+from rollout.preflight.model_folder import check_model
+from rollout.preflight.role_models import check_role_models, read_shapes
 from rollout.rewards import check_reward
-from rollout.role_models import check_role_models, read_shapes
 from weightsync.folder import without_tied_head
 from weightsync.plan import PlanError
 from weightsync.saved_plan import require_sizes

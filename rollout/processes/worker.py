@@ -1,7 +1,7 @@
 """A process of ours that runs somebody else's code: how it starts, how messages reach it, how it ends.
 
 Imports neither torch nor anything else heavy. Messages are a length (8 bytes) and that many bytes. What they hold is up
-to `rollout/reward_worker.py` and `rollout/env_worker.py`: pickle to the worker, JSON [kind, value] back.
+to `reward_worker.py` and `env_worker.py`: pickle to the worker, JSON [kind, value] back.
 """
 
 import contextlib
@@ -115,7 +115,7 @@ def start_sandboxed(module: str, target: str, limits: Limits) -> Worker:
 
 def code_path(target: str) -> list[str]:
     """Our sys.path, with the current directory and the places of this project and of import path `target`."""
-    entries = [*sys.path, os.getcwd(), str(Path(__file__).parents[1])]
+    entries = [*sys.path, os.getcwd(), str(Path(__file__).parents[2])]
     with contextlib.suppress(ImportError, ValueError):
         spec = importlib.util.find_spec(target.partition(".")[0])  # it finds and does not import
         places = [spec.origin] if spec and spec.has_location else []

@@ -11,16 +11,16 @@ from conf.errors import ConfigError
 from conf.imports import check_arguments, describe, import_function, nearest
 from conf.schema import Config
 from rl.types import Prompt
-from rollout.agent_player import Agents
+from rollout.agents.player import Agents
 from rollout.chat import Bridge, ChatBridge, PlainBridge, TemplateError, require_append_only
 from rollout.conversation import clip
 from rollout.data import check_template, load_records
-from rollout.env_faults import EnvFault
-from rollout.env_worker import RUN
 from rollout.environment import Observation
 from rollout.episode import Episodes
 from rollout.isolation import Hosts, check_environment
 from rollout.played import task_of
+from rollout.processes.env_faults import EnvFault
+from rollout.processes.env_worker import RUN
 from rollout.tool_calls import VLLM, check_format, detect_format
 
 KEY = "env._target_"

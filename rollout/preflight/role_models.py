@@ -9,7 +9,7 @@ from typing import Any
 from conf.errors import ConfigError
 from conf.schema import Config
 from rollout.data import load_tokenizer, read_object
-from rollout.model_folder import check_model
+from rollout.preflight.model_folder import check_model
 from weightsync.folder import folder_shapes
 
 

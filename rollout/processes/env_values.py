@@ -11,9 +11,9 @@ import reprlib
 from collections.abc import Callable
 from typing import Any
 
-from rollout.env_faults import EnvBadValue
 from rollout.environment import Message, Observation, StepResult, Tool
-from rollout.reward_worker import as_number
+from rollout.processes.env_faults import EnvBadValue
+from rollout.processes.reward_worker import as_number
 
 
 def shown(value: Any) -> str:

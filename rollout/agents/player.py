@@ -6,13 +6,13 @@ from typing import Any
 
 from conf.schema import Config
 from rl.types import Prompt, Sampling, Status, Trajectory
-from rollout.agent_session import Session, Speech
+from rollout.agents.request import MODEL
+from rollout.agents.session import Session, Speech
 from rollout.attempts import Attempts, EpisodeFailed, Host, Hosts
 from rollout.chat import Bridge
-from rollout.chat_request import MODEL
 from rollout.endpoint import Endpoint
-from rollout.env_faults import EnvRaised, EnvTimeout
 from rollout.played import Played, task_of
+from rollout.processes.env_faults import EnvRaised, EnvTimeout
 from rollout.single_turn import Generator
 
 Outcome = float | dict[str, float]  # of all agents, or of each by name

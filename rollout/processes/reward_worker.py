@@ -21,7 +21,7 @@ from typing import Any
 
 from conf.errors import ConfigError
 from conf.imports import check_arguments, import_function
-from rollout.worker import ERROR_CHARS, START_TIMEOUT_S, Worker, die_with_parent, receive, send, start_process
+from rollout.processes.worker import ERROR_CHARS, START_TIMEOUT_S, Worker, die_with_parent, receive, send, start_process
 
 # Kinds of reply. The first two answer the start, the others a request.
 READY, REFUSED, REWARD, BAD_VALUE, RAISED = "ready", "refused", "reward", "bad_value", "raised"
@@ -32,7 +32,7 @@ READY, REFUSED, REWARD, BAD_VALUE, RAISED = "ready", "refused", "reward", "bad_v
 
 def start_worker() -> Worker:
     """Starts a process, without waiting for it. The kernel ends it with the *thread* that called this."""
-    return start_process("rollout.reward_worker")
+    return start_process("rollout.processes.reward_worker")
 
 
 def await_ready(worker: Worker, target: str, kwargs: dict[str, Any]) -> None:

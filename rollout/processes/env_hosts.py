@@ -13,11 +13,11 @@ from typing import Any
 
 from conf.errors import ConfigError
 from conf.imports import describe
-from rollout.env_faults import EnvBadValue, EnvDied, EnvFault, EnvRaised, EnvTimeout
-from rollout.env_values import CHECKS, revive
-from rollout.env_worker import BAD_VALUE, FAILED, RAISED, REFUSED, VALUE, trace
 from rollout.environment import EnvironmentFailure
-from rollout.worker import (
+from rollout.processes.env_faults import EnvBadValue, EnvDied, EnvFault, EnvRaised, EnvTimeout
+from rollout.processes.env_values import CHECKS, revive
+from rollout.processes.env_worker import BAD_VALUE, FAILED, RAISED, REFUSED, VALUE, trace
+from rollout.processes.worker import (
     ERROR_CHARS,
     START_TIMEOUT_S,
     MessageTooLong,

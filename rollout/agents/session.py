@@ -15,10 +15,10 @@ from typing import Any
 from conf.choices import Rewrite
 from conf.schema import Config
 from rl.types import Completion, Sampling, Status
+from rollout.agents.answer import Answer, make_answer
+from rollout.agents.request import Asked, Refused, as_message, next_key, read
 from rollout.attempts import EpisodeFailed, engine_failure, require_same_ids
 from rollout.chat import Bridge, Extension, TemplateError
-from rollout.chat_answer import Answer, make_answer
-from rollout.chat_request import Asked, Refused, as_message, next_key, read
 from rollout.engine import Outcome
 from rollout.played import Played
 from rollout.seeds import derive_seed
