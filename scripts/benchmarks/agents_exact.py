@@ -98,6 +98,8 @@ def exact_config(args: argparse.Namespace) -> Config:
         [
             *(item for item in base_overrides(args) if not item.startswith("experiment=")),
             "experiment=smollm2_guess",
+            "env.kwargs.style=chat",
+            "env.kwargs.example=false",
             "prompts_per_step=1",
             f"data.size={args.episodes}",
             "data.eval_size=0",

@@ -120,7 +120,7 @@ def test_exact_figures_of_a_known_model_find_its_gap_and_no_gradient_at_observat
 def test_exact_config_has_a_task_for_each_episode_and_is_hot() -> None:
     cfg = agents_exact.exact_config(Namespace(model="m", threads=1, episodes=3))
     assert (cfg.data.size, cfg.rollout.temperature, cfg.rollout.max_tokens) == (3, 1.3, 24)
-    assert (cfg.env.kwargs, cfg.evaluation.every) == ({"low": 1, "high": 5, "turns": 4}, 0)
+    assert (cfg.env.kwargs["style"], cfg.evaluation.every) == ("chat", 0)
 
 
 # -- overhead --

@@ -36,7 +36,7 @@ class Scene:
 
     def __init__(self, folder: Path):
         self.project, self.path, self.calls = folder / "project", folder / "bin", folder / "calls"
-        for name in ("scripts/setup", "requirements/cpu.txt", "pyproject.toml"):
+        for name in ("scripts/setup", "requirements/cpu.txt", "requirements/envs.txt", "pyproject.toml"):
             (self.project / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, self.project / name)
         self.path.mkdir()
@@ -58,11 +58,11 @@ class Scene:
     def python(self, name: str, version: str = "3.11.9", venv: bool = True) -> Path:
         return self.tool(name, PYTHON.replace("VERSION", version).replace("VENV", "0" if venv else "1"))
 
-    def setup(self, **env: str) -> subprocess.CompletedProcess[str]:
+    def setup(self, *options: str, **env: str) -> subprocess.CompletedProcess[str]:
         """Runs it; what Python was asked goes to `pip_calls` and `python_calls`."""
         self.calls.write_text("")
         return subprocess.run(
-            [str(self.project / "scripts" / "setup")],
+            [str(self.project / "scripts" / "setup"), *options],
             env={"PATH": str(self.path), **self.env, **env},
             capture_output=True,
             text=True,
@@ -132,6 +132,21 @@ def test_python_given_by_hand_is_checked_and_used(scene: Scene) -> None:
     (scene.path / "python3.11").unlink()
     other = scene.python("mine")
     assert scene.installed(TANDEM_PYTHON=str(other)) == ["packages", "project"]
+
+
+def test_envs_asked_for_once_are_installed_from_then_on(scene: Scene) -> None:
+    assert scene.installed() == ["packages", "project"]
+    assert scene.setup("--envs").returncode == 0
+    assert "-r requirements/cpu.txt -r requirements/envs.txt" in scene.calls.read_text()
+    assert scene.installed() == []
+    (scene.project / "requirements" / "envs.txt").write_text("other==1\n")
+    assert scene.installed() == ["packages", "project"]
+    assert "-r requirements/envs.txt" in scene.calls.read_text()
+
+
+def test_option_that_there_is_not_is_refused(scene: Scene) -> None:
+    result = scene.setup("--env")
+    assert (result.returncode, result.stderr) == (1, "setup: --env is not an option; the only one is --envs\n")
 
 
 def test_disk_too_small_gives_both_sizes(scene: Scene) -> None:
