@@ -13,10 +13,15 @@ from typing import Any, Protocol
 
 from conf.errors import ConfigError
 from rollout.environment import Message, Tool
+from rollout.tool_prompt import with_calls, with_tools
 
 # Contents of an assistant's turn that a template might render otherwise once it is history.
 PROBES = ("x", "ok.", " a b\n", "<b>{1}", "7", "<think>\na\n</think>\n\nb")
 DUMMY: list[Message] = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+PROBE_TOOL: Tool = {
+    "type": "function",
+    "function": {"name": "probe_name", "description": "d", "parameters": {"type": "object", "properties": {}}},
+}
 
 
 class TemplateError(ValueError):
@@ -44,20 +49,30 @@ class Bridge(Protocol):
 
 
 class ChatBridge:
-    """By the tokenizer's chat template, all new messages in one go."""
+    """By the tokenizer's chat template, all new messages in one go.
 
-    def __init__(self, tokenizer: Any):
+    Where the template has no place for tools, the system message tells of them, and how to call them in `tool_format`.
+    """
+
+    def __init__(self, tokenizer: Any, tool_format: str = "none"):
         """Raises TemplateError when the template has no end of turn or does not keep what is in front of new messages;
         see `rewrites` for templates that change a turn once it is history."""
-        self.tokenizer = tokenizer
+        self.tokenizer, self.tool_format = tokenizer, tool_format
         if not tokenizer.chat_template:
             name = getattr(tokenizer, "name_or_path", "") or "the model"
             raise TemplateError(f"{name} has no chat template")
         self.end_of_turn, self._behind = self._find_end()
         self._cached = lru_cache(maxsize=4096)(self._render_extension)
+        self._shows_tools = "probe_name" in self._render(DUMMY, [PROBE_TOOL])
 
     def first(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
         """As Bridge."""
+        if not self._shows_tools:
+            try:
+                messages = with_calls(messages, self.tool_format)
+                messages, tools = with_tools(messages, tools, self.tool_format) if tools else messages, ()
+            except (ConfigError, ValueError) as error:
+                raise TemplateError(f"the chat template has no place for tools, and without one: {error}") from error
         return self._encode(self._render([*messages], tools, generate=True))
 
     def extend(self, action_ids: Sequence[int], messages: Sequence[Message]) -> Extension:

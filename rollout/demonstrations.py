@@ -13,7 +13,8 @@ from rollout.preflight.environment import KEY, PreparedEnv, task_maker
 from rollout.processes.env_faults import EnvFault
 from rollout.seeds import derive_seed
 from rollout.single_turn import demonstrated
-from rollout.tool_calls import parse
+from rollout.tool_calls import parse, render
+from rollout.tools import CALLS_AS
 from rollout.trajectory import Tree
 
 Pair = tuple[list[int], list[int]]  # what the policy sees, and what it should say, its end included
@@ -52,6 +53,12 @@ def oracle_turns(cfg: Config, prepared: PreparedEnv, tokenizer: Any, num_tasks: 
     return [pair for pairs in played for pair in pairs]
 
 
+def in_format(text: str, format: str) -> str:
+    """An oracle's turn with its calls, written as ToolEnv.call_text does, in another format. Raises ConfigError."""
+    action = parse(text, CALLS_AS)
+    return text if format == CALLS_AS or not action.tool_calls else render(action.tool_calls, format, action.content)
+
+
 async def _play(cfg: Config, prepared: PreparedEnv, tokenizer: Any, hosts: Hosts, task: Task) -> list[Pair]:
     env, bridge, tree = cfg.env, prepared.bridge, Tree()
     pairs: list[Pair] = []
@@ -66,7 +73,7 @@ async def _play(cfg: Config, prepared: PreparedEnv, tokenizer: Any, hosts: Hosts
                 add_messages(talks[agent], bridge, tree, messages, env.on_rewrite)
             else:
                 talks[agent] = begin(bridge, tree, agent, messages, observation.tools)
-            text: str = await host.call("oracle", deadline_s=env.step_s)
+            text = in_format(await host.call("oracle", deadline_s=env.step_s), prepared.tool_format)
             ids = [int(i) for i in tokenizer(text, add_special_tokens=False)["input_ids"]] + [prepared.stop_token_id]
             pairs.append((list(talks[agent].ids), ids))
             add_turn(talks[agent], tree, demonstrated(talks[agent].ids, ids), text)

@@ -15,6 +15,7 @@ from rollout.tool_calls import render, without_thinking
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 MARK = "_is_tool"
+CALLS_AS = "hermes"  # how an oracle writes calls (rollout.tool_calls)
 
 
 class ToolError(Exception):
@@ -53,8 +54,6 @@ class ToolEnv:
     """
 
     tool_schemas: ClassVar[dict[str, Tool]] = {}
-    # The format in which `oracle` writes calls (rollout.tool_calls).
-    tool_format: str = "hermes"
     _hints: ClassVar[dict[str, dict[str, Any]]] = {}
     _turn: Turn
 
@@ -164,8 +163,8 @@ class ToolEnv:
         return f"It is {name}({', '.join(shown)})."
 
     def call_text(self, name: str, content: str = "", **arguments: Any) -> str:
-        """The text of a turn that calls one tool, for `oracle`."""
-        return render([ToolCall(name=name, arguments=arguments)], self.tool_format, content)
+        """The text of a turn that calls one tool, for `oracle`: as Hermes, whatever the model's format is."""
+        return render([ToolCall(name=name, arguments=arguments)], CALLS_AS, content)
 
 
 def describe_tool(owner: str, method: Callable[..., Any]) -> tuple[Tool, dict[str, Any]]:

@@ -46,7 +46,7 @@ class SqliteQa(ToolEnv):
     def reset(self, task: Task) -> str:
         self.close()
         data = task.data
-        self.sql, self.ordered = str(data["sql"]), bool(data["ordered"])
+        self.sql, self.ordered, self.looked = str(data["sql"]), bool(data["ordered"]), False
         self.databases = [_open(str(data["visible"])), _open(str(data["hidden"]))]
         return (
             f"A SQLite database has these tables:\n{SCHEMA}\n\nQuestion: {data['text']}\n\nLook at the data with the "
@@ -57,6 +57,7 @@ class SqliteQa(ToolEnv):
     @tool
     def query(self, sql: str) -> str:
         """Runs a SELECT statement and shows the rows."""
+        self.looked = True
         try:
             return self._shown(self.databases[0].query(sql, self.max_rows))
         except SqlError as error:
@@ -77,6 +78,9 @@ class SqliteQa(ToolEnv):
             database.close()
 
     def oracle(self) -> str:
+        """Looks first, then answers."""
+        if not self.looked:
+            return self.call_text("query", sql=self.sql)
         return f"```sql\n{self.sql}\n```"
 
     def _grade(self, sql: str) -> float:

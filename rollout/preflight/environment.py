@@ -55,12 +55,12 @@ def prepare_env(cfg: Config, tokenizer: Any) -> PreparedEnv:
     methods = check_environment(str(env._target_), env.kwargs, env.isolation)
     if RUN in methods:
         require_agent_settings(cfg)
-    bridge = make_bridge(cfg, tokenizer)
-    plain = cfg.data.template is Template.plain
     tool_format = env.tool_format
     if tool_format == "auto":
+        plain = cfg.data.template is Template.plain
         tool_format = "none" if plain else detect_format(tokenizer.chat_template)
     check_format(tool_format)
+    bridge = make_bridge(cfg, tokenizer, tool_format)
     if tool_format.startswith(VLLM):
         from rollout.vllm_parsers import parser_names
 
@@ -87,7 +87,7 @@ def require_agent_settings(cfg: Config) -> None:
             )
 
 
-def make_bridge(cfg: Config, tokenizer: Any) -> ChatBridge | PlainBridge:
+def make_bridge(cfg: Config, tokenizer: Any, tool_format: str) -> ChatBridge | PlainBridge:
     """How messages become ids, by data.template. Raises ConfigError."""
     check_template(cfg.data, tokenizer)
     if cfg.data.template is Template.plain:
@@ -95,7 +95,7 @@ def make_bridge(cfg: Config, tokenizer: Any) -> ChatBridge | PlainBridge:
             raise ConfigError(f"data.template=plain: the tokenizer of {cfg.model.path} has no eos token to end a turn")
         return PlainBridge(tokenizer)
     try:
-        bridge = ChatBridge(tokenizer)
+        bridge = ChatBridge(tokenizer, tool_format)
         if cfg.env.on_rewrite is Rewrite.refuse:
             require_append_only(bridge, f"model.path={cfg.model.path}")
     except TemplateError as error:
@@ -165,6 +165,12 @@ def try_first_task(cfg: Config, prepared: PreparedEnv, tokenizer: Any, prompt: P
 
     try:
         observation = asyncio.run(reset())
+        if observation.tools and prepared.tool_format == "none":
+            raise ConfigError(
+                f"{KEY}={cfg.env._target_} has tools, but env.tool_format={cfg.env.tool_format}: the chat template of "
+                f"{cfg.model.path} writes no tool calls that are known; say how the model writes them, as in "
+                "env.tool_format=hermes"
+            )
         messages = clip(observation.messages, cfg.env.observation_tokens, tokenizer)
         count = len(prepared.bridge.first(messages, observation.tools))
     except (EnvFault, TemplateError) as error:
@@ -176,11 +182,5 @@ def try_first_task(cfg: Config, prepared: PreparedEnv, tokenizer: Any, prompt: P
         raise ConfigError(
             f"{KEY}={cfg.env._target_}: task 0 begins with {count} tokens, and the context has room for {limit}; raise "
             "rollout.max_model_len (and env.context_tokens), or set env.observation_tokens"
-        )
-    if observation.tools and prepared.tool_format == "none":
-        raise ConfigError(
-            f"{KEY}={cfg.env._target_} has tools, but env.tool_format={cfg.env.tool_format}: the chat template of "
-            f"{cfg.model.path} writes no tool calls that are known; say how the model writes them, as in "
-            "env.tool_format=hermes"
         )
     return count

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from conf.errors import ConfigError
 from rollout.chat import ChatBridge, PlainBridge, TemplateError, require_append_only
 from rollout.environment import Message
+from rollout.tool_calls import parse
 from tests.unit.rollout.agents import CHATML, FORGETFUL, chat_tokenizer, encode
 
 TOKENIZER = chat_tokenizer()
@@ -98,3 +99,47 @@ def test_plain_bridge_joins_contents_and_closes_turns_with_eos() -> None:
 def test_chat_tokenizer_has_the_template_it_was_given() -> None:
     tokenizer: Any = chat_tokenizer(CHATML)
     assert tokenizer.chat_template == CHATML
+
+
+TOOL = {
+    "type": "function",
+    "function": {"name": "look", "description": "Looks.", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+def test_template_without_a_place_for_tools_has_the_system_message_tell_of_them() -> None:
+    bridge = ChatBridge(TOKENIZER, "hermes")
+    call = {"id": "0", "type": "function", "function": {"name": "look", "arguments": '{"at": "it"}'}}
+    asked: list[Message] = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "go"},
+        {"role": "assistant", "content": "now", "tool_calls": [call]},
+        {"role": "tool", "content": "seen", "tool_call_id": "0"},
+    ]
+    text = TOKENIZER.decode(bridge.first(asked, [TOOL]))
+    system, user, turn = text.split("<|im_end|>\n")[:3]
+    assert system.startswith("<|im_start|>system\nBe brief.\n\n") and '"name": "look"' in system
+    assert user == "<|im_start|>user\ngo"
+    written = turn.removeprefix("<|im_start|>assistant\n")
+    assert (parse(written, "hermes").content, parse(written, "hermes").tool_calls[0].arguments) == ("now", {"at": "it"})
+    assert TOKENIZER.decode(bridge.first(asked[1:2], [TOOL])).startswith("<|im_start|>system\nYou can call")
+
+
+def test_template_with_a_place_for_tools_is_left_to_show_them_itself() -> None:
+    shows = "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}" + CHATML
+    tokenizer = chat_tokenizer(shows)
+    asked: list[Message] = [{"role": "user", "content": "go"}]
+    wanted = tokenizer.apply_chat_template(asked, tools=[TOOL], tokenize=False, add_generation_prompt=True)
+    assert tokenizer.decode(ChatBridge(tokenizer, "hermes").first(asked, [TOOL])) == wanted
+
+
+@pytest.mark.parametrize("format", ["none", "vllm:hermes"])
+def test_tools_that_nothing_can_show_are_refused(format: str) -> None:
+    with pytest.raises(TemplateError, match="no place for tools"):
+        ChatBridge(TOKENIZER, format).first([{"role": "user", "content": "go"}], [TOOL])
+
+
+def test_call_whose_arguments_are_no_object_is_refused() -> None:
+    call = {"id": "0", "type": "function", "function": {"name": "look", "arguments": "[1]"}}
+    with pytest.raises(TemplateError, match=r"arguments of a tool call are '\[1\]'"):
+        ChatBridge(TOKENIZER, "hermes").first([{"role": "assistant", "content": "", "tool_calls": [call]}])

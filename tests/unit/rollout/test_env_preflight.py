@@ -129,7 +129,7 @@ def test_environment_that_cannot_work_is_refused_at_launch(
 
 @pytest.mark.parametrize("rewrite", [Rewrite.keep, Rewrite.fork])
 def test_template_that_rewrites_history_passes_when_the_choice_is_made(rewrite: Rewrite) -> None:
-    make_bridge(config("Plain", on_rewrite=rewrite), chat_tokenizer(FORGETFUL))
+    make_bridge(config("Plain", on_rewrite=rewrite), chat_tokenizer(FORGETFUL), "none")
 
 
 def test_oracle_turns_hold_what_is_seen_and_what_to_say() -> None:

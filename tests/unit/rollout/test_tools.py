@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollout.demonstrations import in_format
 from rollout.environment import Action, Environment, Observation, StepResult, Task, ToolCall
 from rollout.parameters import WrongValue, coerce, schema
 from rollout.tool_calls import parse
@@ -394,6 +395,7 @@ def test_tool_of_another_kind_or_name_is_refused() -> None:
 def test_call_text_comes_back_as_the_call() -> None:
     env = Room()
     for format in ("hermes", "llama", "xml"):
-        env.tool_format = format
-        (made,) = parse(env.call_text("look", where="left"), format).tool_calls
-        assert (made.name, made.arguments) == ("look", {"where": "left"})
+        action = parse(in_format(env.call_text("look", "So:", where="left"), format), format)
+        (made,) = action.tool_calls
+        assert (action.content, made.name, made.arguments) == ("So:", "look", {"where": "left"})
+        assert in_format("no call", format) == "no call"
