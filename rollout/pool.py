@@ -183,9 +183,19 @@ class RolloutPool:
 
 
 def shuffle_rewards(groups: Sequence[Group], seed: int) -> None:
-    """Permutes rewards over all valid trajectories, in place: the control in which nothing can be learnt."""
-    valid = [t for g in groups for t in g.valid]
-    rewards = [(t.reward, t.rewards) for t in valid]
-    random.Random(seed).shuffle(rewards)
-    for trajectory, (reward, named) in zip(valid, rewards, strict=True):
-        trajectory.reward, trajectory.rewards = reward, named
+    """Permutes what valid episodes earned, in place: the control in which nothing can be learnt. What was earned at
+    turns is earned at the end then, and agents exchange with those of their name."""
+    earned: dict[str, list[list[Trajectory]]] = {}  # the rows of each episode, by agent
+    for trajectory in (t for g in groups for t in g.valid):
+        rows: dict[str, list[Trajectory]] = {}
+        for row in trajectory.rows:
+            rows.setdefault(row.agent, []).append(row)
+        for agent, own in rows.items():
+            earned.setdefault(agent, []).append(own)
+    draw = random.Random(seed)
+    for episodes in earned.values():
+        rewards = [(own[0].total, own[0].rewards) for own in episodes]
+        draw.shuffle(rewards)
+        for own, (reward, named) in zip(episodes, rewards, strict=True):
+            for row in own:
+                row.reward, row.rewards, row.token_rewards = reward, named, None

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -481,6 +482,22 @@ def test_shuffle_rewards_keeps_the_multiset_and_moves_rewards() -> None:
     assert rewards(one) == rewards(two) != rewards(straight)
     assert rewards(other) != rewards(one)
     assert [g.trajectories[2].reward for g in one] == [2.0, 12.0, 22.0, 32.0]
+
+
+def test_shuffle_rewards_leaves_no_turn_with_what_it_earned() -> None:
+    (group,) = [make_group(0, [1], [[2, 2]] * 6)]
+    for number, trajectory in enumerate(group.trajectories):
+        trajectory.token_rewards = [0.0, 0.5 * number, 0.5 * number]
+        fork = replace(trajectory, token_rewards=[0.0, 0.0, 0.5 * number], reward=0.5 * number)
+        other = replace(trajectory, agent="o", token_rewards=[0.0, 0.0, -1.0 * number])
+        trajectory.more = [fork, other]
+    shuffle_rewards([group], seed=1)
+    mine = [t.reward for t in group.trajectories]
+    theirs = [t.more[1].reward for t in group.trajectories]
+    assert sorted(mine) == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0] != mine
+    assert sorted(theirs) == [-5.0, -4.0, -3.0, -2.0, -1.0, 0.0] and theirs != [-one for one in mine]
+    assert all(row.token_rewards is None for t in group.trajectories for row in t.rows)
+    assert [t.more[0].reward for t in group.trajectories] == mine
 
 
 def test_next_groups_with_shuffled_rewards_is_reproducible(make_pool: MakePool) -> None:
