@@ -22,6 +22,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 FILE = "rollouts.jsonl"
+MAIN_AGENT = "main"  # rl.types.MAIN_AGENT, which brings torch and takes seconds to import
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1000px; margin: 2em auto; color: #222; }
 h2 { border-top: 1px solid #ccc; padding-top: .8em; font-size: 1.1em; }
@@ -89,7 +90,7 @@ def headline(rollout: dict[str, Any]) -> str:
         f"{rollout['num_tokens']} tokens",
     ]
     versions = sorted({v for row in rollout.get("rows", []) for v in row["versions"] if v >= 0})
-    parts += [f"{turns:g} turns"] if turns else []
+    parts += [f"{turns:g} turn{'s' * (turns != 1)}"] if turns else []
     parts += (
         [f"versions {versions[0]}-{versions[-1]}" if len(versions) > 1 else f"version {versions[0]}"]
         if versions
@@ -106,6 +107,12 @@ def turns_of(rollout: dict[str, Any]) -> list[dict[str, Any]]:
     said = prompt if isinstance(prompt, list) else [{"role": "user", "content": str(prompt)}]
     messages = [{"kind": "message", **message} for message in said]
     return [*messages, {"kind": "action", "text": rollout["completion"], "reward": rollout["reward"] or 0.0}]
+
+
+def actor(turn: dict[str, Any]) -> str:
+    """Who sampled a turn: the policy, with the agent's name where there are several."""
+    name = turn.get("agent", MAIN_AGENT)
+    return "policy" if name in ("", MAIN_AGENT) else f"policy as {name}"
 
 
 def likelihood(logprob: float) -> float:
@@ -128,7 +135,7 @@ def show(rollouts: list[dict[str, Any]], console: Console, tokens: bool) -> None
         body = Text()
         for turn in turns_of(rollout):
             if turn["kind"] == "action":
-                body.append(f"{turn.get('agent') or 'policy'}  ", style="green bold")
+                body.append(f"{actor(turn)}  ", style="green bold")
                 body.append(f"{turn['text']}", style="green")
                 body.append(f"   [{turn['reward']:+g}]\n" if turn.get("reward") else "\n", style="bold")
             elif turn["kind"] == "message":
@@ -172,7 +179,7 @@ def page(rollouts: Iterable[dict[str, Any]], title: str) -> str:
 
 
 def turn_html(turn: dict[str, Any]) -> str:
-    who = turn.get("agent") or "policy" if turn["kind"] == "action" else turn.get("role", "note")
+    who = actor(turn) if turn["kind"] == "action" else turn.get("role", "note")
     text = turn.get("text") if turn["kind"] != "message" else turn.get("content")
     reward = f"<span class=reward>{turn['reward']:+g}</span>" if turn.get("reward") else ""
     inside = f"<span class=who>{html.escape(str(who))}</span>\n{html.escape(str(text or ''))}"
