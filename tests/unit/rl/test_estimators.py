@@ -27,7 +27,7 @@ def gae(
     return found[0][0].tolist(), found[1][0].tolist()
 
 
-def test_gae_terminal_row_has_the_known_values() -> None:
+def test_gae_terminal_row_has_the_known_values() -> None:  # B25
     advantages, returns = gae(VALUES, REWARDS, [True] * 3)
     assert advantages == pytest.approx([0.46575, 0.385, 0.3])
     assert returns == pytest.approx([0.96575, 0.985, 1.0])
@@ -44,12 +44,12 @@ def test_gae_observation_between_actions_changes_nothing() -> None:
     assert advantages == pytest.approx([0.46575, 0, 0.385, 0.3])
 
 
-def test_gae_truncated_row_counts_on_the_state_after_it() -> None:
+def test_gae_truncated_row_counts_on_the_state_after_it() -> None:  # B25
     advantages, _ = gae(VALUES, [0.0] * 3, [True] * 3, bootstrap=0.8)
     assert advantages == pytest.approx([0.28525, 0.195, 0.1])
 
 
-def test_returns_observations_cost_no_decay_and_late_rewards_come_back() -> None:
+def test_returns_observations_cost_no_decay_and_late_rewards_come_back() -> None:  # B24
     def of(given_rewards: list[float], mask: list[bool]) -> list[float]:
         return returns_to_go(torch.tensor([given_rewards], dtype=torch.float32), torch.tensor([mask]), 0.5)[0].tolist()
 

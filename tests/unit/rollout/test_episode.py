@@ -6,19 +6,22 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conf.choices import Context, Isolation, Rewrite
 from conf.schema import NO_REWARD, Config, DataConfig, EnvConfig, RewardConfig, RolloutConfig
+from rl.advantages import group_advantages
 from rl.batching import collate
 from rl.faults import RoleDied
+from rl.rewards import row_rewards
 from rl.types import Group, Prompt, Sampling, Status, Trajectory
 from rollout.chat import ChatBridge
 from rollout.environment import Action, EnvironmentFailure, Observation, StepResult, Task
 from rollout.episode import Episodes
 from rollout.isolation import Hosts
-from tests.unit.rollout.agents import CHATML, FORGETFUL, ScriptedLane, chat_tokenizer
+from tests.unit.rollout.agents import CHATML, FORGETFUL, ScriptedLane, chat_tokenizer, encode
 
 TOKENIZER = chat_tokenizer()
 WORD = TOKENIZER.convert_tokens_to_ids("high")
@@ -110,7 +113,7 @@ def actions(trajectory: Trajectory) -> list[list[int]]:
     return runs
 
 
-def test_episode_holds_every_prompt_and_turn_id_for_id() -> None:
+def test_episode_holds_every_prompt_and_turn_id_for_id() -> None:  # B21, trl#6067
     lane = ScriptedLane(TOKENIZER, lambda _ids, call: [WORD, TOKENIZER.eos_token_id] if call < 3 else "stop")
     trajectory = play(lane)
     assert trajectory.status is Status.ok
@@ -119,6 +122,38 @@ def test_episode_holds_every_prompt_and_turn_id_for_id() -> None:
         assert trajectory.token_ids[: len(seen) + len(sampled)] == seen + sampled
     assert trajectory.more == []
     assert (trajectory.metrics["turns"], trajectory.metrics["forks"]) == (4, 0)
+
+
+def test_ids_that_no_text_would_give_survive_every_turn_with_their_logprobs() -> None:  # B21
+    odd = [WORD, TOKENIZER.convert_tokens_to_ids("<|im_start|>"), *encode(TOKENIZER, "high"), WORD]
+    assert encode(TOKENIZER, TOKENIZER.decode(odd, skip_special_tokens=True)) != odd
+    lane = ScriptedLane(TOKENIZER, lambda _ids, call: [*odd, TOKENIZER.eos_token_id] if call < 3 else "stop")
+    trajectory = play(lane)
+    assert actions(trajectory) == [[*odd, TOKENIZER.eos_token_id]] * 3 + lane.sampled[3:]
+    given = [logprob for logprob, acts in zip(trajectory.logprobs, trajectory.action_mask, strict=True) if acts]
+    assert given == [-0.5 - n for ids in lane.sampled for n in range(len(ids))]
+
+
+def test_failed_episodes_of_a_group_carry_no_loss_and_no_baseline() -> None:  # B33, allenai/open-instruct#1887
+    episodes = player(kwargs={"down": 2}, retries=0)  # the first two opened fail in reset
+    said = [["stop"], ["stop"], ["a", "b", "boom"], ["stop"], ["", "stop"], *([["a", "stop"]] * 11)]
+
+    async def play_all() -> list[Trajectory]:
+        return [
+            await episodes.play(ScriptedLane(TOKENIZER, each), task(), Sampling(max_tokens=40), seed=n)
+            for n, each in enumerate(said)
+        ]
+
+    played = asyncio.run(play_all())
+    failed = [n for n, trajectory in enumerate(played) if not trajectory.valid]
+    assert failed == [0, 1, 2]
+    assert "KeyError: 'a bug'" in played[2].error
+    assert all(env.closed for env in Echo.opened) and len(Echo.opened) == 16
+    batch = collate([Group(position=0, prompt=task(), trajectories=played, version=0)])
+    assert batch.num_rows == 13
+    earned = torch.tensor([played[n].total for n in range(3, 16)])
+    found = group_advantages(row_rewards(batch), batch.group_index, normalize_std=False)
+    torch.testing.assert_close(found, earned - earned.mean())
 
 
 def test_rewards_of_turns_stand_on_their_last_tokens_and_the_score_is_the_outcome() -> None:

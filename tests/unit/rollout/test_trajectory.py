@@ -96,7 +96,7 @@ def test_a_thousand_turns_of_200_tokens_take_little_memory() -> None:
     assert peak < 50e6
 
 
-def test_followed_segment_is_there_once_and_another_is_a_fork() -> None:
+def test_followed_segment_is_there_once_and_another_is_a_fork() -> None:  # areal-project/AReaL#1551
     tree = Tree()
     turn = tree.add_action(tree.attach([1, 2]), completion([3]))
     first = tree.follow(turn, Kind.observation, [4, 5])
