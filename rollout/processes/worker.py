@@ -15,13 +15,17 @@ import struct
 import subprocess
 import sys
 import time
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from rollout.sandbox import END_TIMEOUT_S, Jailed, Limits, python, start_jailed
 
 HEADER = struct.Struct(">Q")
 PR_SET_PDEATHSIG = 1
+MARK = "TANDEM_WORKER"  # in the environment of a worker and of all that it starts
 ERROR_CHARS = 4000
 START_TIMEOUT_S = 120.0
 # The parent's sys.path, so that the worker finds what the parent finds, without running the parent's main script again.
@@ -75,6 +79,7 @@ class Worker:
     channel: socket.socket
     ready: bool = False
     jailed: Jailed | None = None
+    mark: str = ""  # the value of MARK; a sandbox needs none
 
 
 def start_process(module: str) -> Worker:
@@ -82,6 +87,7 @@ def start_process(module: str) -> Worker:
     *thread* that called this.
     """
     ours, theirs = socket.socketpair()
+    mark = uuid.uuid4().hex
     with theirs:
         path = json.dumps([entry or os.getcwd() for entry in sys.path])
         process = subprocess.Popen(
@@ -90,8 +96,9 @@ def start_process(module: str) -> Worker:
             stdin=subprocess.DEVNULL,
             stdout=2,  # what a reward function or an environment prints
             start_new_session=True,  # a group to kill as a whole; the terminal's Ctrl-C is ours to handle
+            env={**os.environ, MARK: mark},
         )
-    return Worker(process=process, channel=ours)
+    return Worker(process=process, channel=ours, mark=mark)
 
 
 def start_sandboxed(module: str, target: str, limits: Limits) -> Worker:
@@ -144,10 +151,27 @@ def code_in(entry: str) -> list[str]:
 
 
 def kill_worker(worker: Worker) -> None:
-    """Kills the process with all of its group and reaps it. May be called again."""
+    """Kills the process with all of its group and whatever it started in other groups, and reaps it. May be called
+    again."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(worker.process.pid, signal.SIGKILL)
     worker.process.wait()
+    deadline = time.monotonic() + END_TIMEOUT_S
+    while (found := left_behind(worker.mark)) and time.monotonic() < deadline:  # what they start meanwhile, too
+        for process in found:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(found, timeout=END_TIMEOUT_S)
+
+
+def left_behind(mark: str) -> list[psutil.Process]:
+    """The processes with this mark that are still running."""
+    found = []
+    for process in psutil.process_iter() if mark else ():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
 
 
 def close_worker(worker: Worker) -> None:

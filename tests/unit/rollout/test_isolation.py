@@ -93,6 +93,8 @@ class Acting:
             return StepResult(reward=0.25)
     def do_child(self):
         return StepResult(info={"pid": subprocess.Popen(["sleep", "3600"]).pid})
+    def do_daemon(self):
+        return StepResult(info={"pid": subprocess.Popen(["sleep", "3600"], start_new_session=True).pid})
     def do_orphan(self):
         if os.fork() == 0:
             os.setsid()
@@ -331,6 +333,12 @@ def test_a_process_runs_methods_in_its_main_thread_where_alarms_work(capfd: pyte
 def test_children_end_with_the_process() -> None:
     _, child, hung = episode("child", "hang", isolation=Isolation.process, deadline_s=0.4)
     assert isinstance(hung, EnvTimeout) and has_ended(child.info["pid"])
+
+
+@pytest.mark.parametrize("end", ["hang", "exit"])
+def test_children_in_a_session_of_their_own_end_with_the_process(end: str) -> None:
+    _, child, _ = episode("daemon", end, isolation=Isolation.process, deadline_s=0.4)
+    assert has_ended(child.info["pid"])
 
 
 def test_a_sandboxed_environment_sees_neither_network_nor_files_and_leaves_no_orphan(
