@@ -226,7 +226,9 @@ def verify(folder: Path) -> None:
 
 def verify_file(folder: Path, entry: Mapping[str, Any]) -> None:
     path = folder / entry["file"]
-    size = path.stat().st_size if path.exists() else -1
+    if not path.is_file():
+        raise CheckpointError(f"checkpoint {folder} is broken: {path.name} is missing")
+    size = path.stat().st_size
     if size != entry["nbytes"]:
         raise CheckpointError(
             f"checkpoint {folder} is broken: {path.name} has {size} bytes, {entry['nbytes']} were written"

@@ -5,7 +5,6 @@ rank-00000.safetensors       rank 0's part of each parameter, by its name: flat 
 rank-00000.json              for each of them which elements of which tensors it holds, and where
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from actors.layout_plan import TrainedModel
 from conf.errors import ConfigError
 from rl.faults import CheckpointError
 from rl.run_folder import write_json
+from weightsync.folder import read_object
 from weightsync.held import Share, held_regions, whole_regions
 from weightsync.plan import Buffer, Wanted
 from weightsync.regions import Regions
@@ -62,14 +62,6 @@ class RankFiles:
             return cls(label=str(about["label"]), shapes=shapes, files=tuple(files))
         except (KeyError, TypeError, AttributeError, IndexError) as error:
             raise CheckpointError(f"{folder}: {LAYOUT} or a rank's JSON is damaged ({error!r})") from error
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    try:
-        found: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}); make the folder again") from error
-    return found
 
 
 def rank_targets(model: TrainedModel, dtypes: Mapping[str, str]) -> list[Target]:

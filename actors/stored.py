@@ -3,7 +3,6 @@
 What is in it is described as regions held; nothing is read before it is asked for.
 """
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from conf.errors import ConfigError
 from rl.faults import CheckpointError
 from weightsync.files import Entry, Mapped, read_entries
 from weightsync.folder import files_of as folder_files
-from weightsync.folder import without_tied_head
+from weightsync.folder import read_object, without_tied_head
 from weightsync.regions import Regions
 from weightsync.reshard import Held, Tick
 from weightsync.sender import Read, plain
@@ -174,7 +173,7 @@ def stored(
         raise CheckpointError(
             f"{model_files}: no config.json in it; the model's configuration and tokenizer are needed"
         )
-    config = json.loads((model_files / "config.json").read_text())
+    config = read_object(model_files / "config.json")
     shapes = without_tied_head(shapes_of(tensors), config)
     chosen = {name: tensors[name] for name in shapes}
     dtypes = {name: dtype or entry.dtype for name, (_, entry) in chosen.items()}

@@ -84,7 +84,7 @@ def reshard(cfg: Config, source: Path, to: str, out: Path, dtype: str | None) ->
                     write_target(aside / name, stored.held, target, bucket_bytes, copied, checked)
                 if to == "hf":
                     write_index(aside / name, targets[0])
-                    set_dtype(aside / name / "config.json", dtype)
+                    set_dtype(aside / name / "config.json", set(stored.dtypes.values()))
                 elif to == "train-layout" and model is not None:
                     describe(aside, model, targets)
             for path in aside.rglob("*"):
@@ -140,11 +140,12 @@ def engine_targets(cfg: Config, stored: "Stored") -> Targets:
     return found
 
 
-def set_dtype(path: Path, dtype: str | None) -> None:
-    """Has a config.json name the dtype of the weights beside it, where one was asked for."""
-    if dtype is not None:
-        config = json.loads(path.read_text())
-        config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
+def set_dtype(path: Path, dtypes: set[str]) -> None:
+    """Has a config.json name the dtype of the weights beside it, where they have one in common."""
+    config = json.loads(path.read_text())
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    if len(dtypes) == 1 and config.get(key) not in dtypes:
+        (config[key],) = dtypes
         path.write_text(json.dumps(config, indent=2) + "\n")
 
 
@@ -163,7 +164,7 @@ def written_aside(out: Path) -> Iterator[Path]:
     from weightsync.files import sync_file
 
     out.parent.mkdir(parents=True, exist_ok=True)
-    aside = out.with_name(f".writing-{out.name}-{uuid.uuid4().hex[:8]}")
+    aside = out.with_name(f".resharding-{out.name}-{uuid.uuid4().hex[:8]}")
     try:
         yield aside
         aside.rename(out)

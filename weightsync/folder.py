@@ -8,10 +8,12 @@ from typing import Any
 
 from safetensors import safe_open
 
+from rl.faults import SyncError
+
 
 def own_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """As `folder_shapes`, without a head that is the embedding again: some folders hold it twice."""
-    return without_tied_head(folder_shapes(folder), json.loads((folder / "config.json").read_text()))
+    return without_tied_head(folder_shapes(folder), read_object(folder / "config.json"))
 
 
 def without_tied_head(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -21,11 +23,25 @@ def without_tied_head(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str
 
 
 def files_of(folder: Path) -> list[str]:
-    """The names of a Hugging Face folder's safetensors files."""
+    """The names of a Hugging Face folder's safetensors files. Raises SyncError for an index that is none."""
     index = folder / "model.safetensors.index.json"
     if not index.exists():
         return ["model.safetensors"]
-    return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    places = read_object(index).get("weight_map")
+    if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
+        raise SyncError(f"{index} has no weight_map that gives the file of each tensor: it is damaged")
+    return sorted(set(places.values()))
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises SyncError, naming the file."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise SyncError(f"{path} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise SyncError(f"{path} holds a {type(found).__name__}, not a JSON object: it is damaged")
+    return found
 
 
 def folder_shapes(folder: Path) -> dict[str, tuple[int, ...]]:

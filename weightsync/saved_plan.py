@@ -107,6 +107,7 @@ def require_sizes(folder: Path, num_ranks: int, slot_bytes: int) -> None:
 
 
 def key_of(header: Mapping[str, Any]) -> Key:
+    """Raises TypeError or KeyError for a header that is damaged."""
     saved = header["key"]
     return Key(ranks=tuple(saved["ranks"]), readers=tuple(saved["readers"]), slot_bytes=saved["slot_bytes"])
 
@@ -141,7 +142,12 @@ def read_header(folder: Path) -> dict[str, Any]:
         raise PlanError(damaged)
     if header.get("format") != FORMAT:
         raise PlanError(f"{folder}: a plan of format {header.get('format')}, not {FORMAT}; make it again")
-    if not {"key", "plans", "about"} <= header.keys():
+    try:
+        whole = key_of(header).hash() == header["hash"] and len(header["plans"]) == len(header["key"]["ranks"])
+        header["about"].items()
+    except (AttributeError, KeyError, TypeError):
+        whole = False
+    if not whole:
         raise PlanError(damaged)
     return header
 

@@ -6,6 +6,7 @@ What is right is computed anew: by cutting whole tensors with torch, and by vLLM
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from actors.layout_plan import trained_model
 from conf.choices import Channel
@@ -229,6 +230,55 @@ def test_full_disk_names_the_file_and_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
+def damage(folder: Path, kind: str) -> None:
+    """Makes a model folder wrong in one way."""
+    path, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if kind == "config is a list":
+        (folder / "config.json").write_text("[]")
+    elif kind == "config is cut off":
+        (folder / "config.json").write_text('{"model_type": ')
+    elif kind == "index without files":
+        index.write_text('{"weight_map": {}}')
+    elif kind == "index of numbers":
+        index.write_text('{"weight_map": {"a": 1}}')
+    elif kind == "tensor in two files":
+        save_file(load_file(path), folder / "other.safetensors")
+        index.write_text('{"weight_map": {"a": "model.safetensors", "b": "other.safetensors"}}')
+    else:
+        tensors = load_file(path)
+        del tensors["model.norm.weight"]
+        save_file(tensors, path)
+
+
+DAMAGED = {
+    "config is a list": "config.json holds a list, not a JSON object",
+    "config is cut off": "config.json cannot be read: ",
+    "index without files": "model.safetensors.index.json has no weight_map",
+    "index of numbers": "model.safetensors.index.json has no weight_map",
+    "tensor in two files": " is in other.safetensors and in another file",
+    "tensor missing": "model.norm.weight",
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGED)
+def test_model_folder_that_is_wrong_is_refused_and_leaves_nothing(
+    folders: dict[str, Path], tmp_path: Path, capsys: Any, kind: str
+) -> None:
+    shutil.copytree(folders["dense"], tmp_path / "source")
+    damage(tmp_path / "source", kind)
+    arguments = ("--to", "hf", "--out", str(tmp_path / "new"))
+    assert DAMAGED[kind] in refuse(str(tmp_path / "source"), arguments, capsys)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_config_of_a_folder_names_the_dtype_that_its_weights_have(folders: dict[str, Path], tmp_path: Path) -> None:
+    reshard(config(2, zero_stage=3), folders["dense"], "train-layout", tmp_path / "ranks", "bfloat16")
+    reshard(config(2, zero_stage=3), tmp_path / "ranks", "hf", tmp_path / "hf", None)
+    kinds = {tensor.dtype for tensor in whole(tmp_path / "hf").values()}
+    described = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert kinds == {torch.bfloat16} and described.get("torch_dtype", described.get("dtype")) == "bfloat16"
+
+
 def test_rank_file_that_is_damaged_or_missing_is_named(folders: dict[str, Path], tmp_path: Path, capsys: Any) -> None:
     ranks, out = tmp_path / "ranks", str(tmp_path / "new")
     reshard(config(2, zero_stage=3), folders["dense"], "train-layout", ranks, None)
@@ -238,7 +288,7 @@ def test_rank_file_that_is_damaged_or_missing_is_named(folders: dict[str, Path],
     path.write_bytes(data)
     assert "rank-00001.safetensors has crc" in refuse(str(ranks), ("--to", "hf", "--out", out), capsys)
     path.unlink()
-    assert "rank-00001.safetensors has -1 bytes" in refuse(str(ranks), ("--to", "hf", "--out", out), capsys)
+    assert "rank-00001.safetensors is missing" in refuse(str(ranks), ("--to", "hf", "--out", out), capsys)
     table = ranks / "rank-00000.json"
     table.write_text(table.read_text().replace('"start"', '"begin"'))
     assert "rank-00000.json is damaged: its crc32" in refuse(str(ranks), ("--to", "hf", "--out", out), capsys)

@@ -103,11 +103,11 @@ def damage(folder: Path, kind: str) -> None:
         path.write_bytes(path.read_bytes()[:-8])
 
 
-@pytest.mark.parametrize(("kind", "told"), [("missing", "-1 bytes"), ("flipped", "crc"), ("cut", "bytes")])
+@pytest.mark.parametrize(("kind", "told"), [("missing", "is missing"), ("flipped", "has crc"), ("cut", "has .* bytes")])
 def test_damaged_shard_of_a_checkpoint_is_named(tmp_path: Path, kind: str, told: str) -> None:
     folder = checkpoint(tmp_path / "it", random(SHAPES), "float32")
     damage(folder, kind)
-    with pytest.raises(CheckpointError, match=f"policy-00001-00000.safetensors has .*{told}"):
+    with pytest.raises(CheckpointError, match=f"policy-00001-00000.safetensors {told}"):
         open_stored(folder, None)
 
 
