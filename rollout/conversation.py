@@ -11,10 +11,11 @@ from rollout.chat import Bridge
 from rollout.environment import Message, Tool
 from rollout.trajectory import Kind, Tree
 
-SUMMARY_REQUEST = (
-    "There is no room left for this conversation. Sum up what matters of it for finishing the task: what was asked, "
-    "what you have found out and done, and what is still to do."
-)
+SUMMARY_REQUEST: Message = {
+    "role": "user",
+    "content": "There is no room left for this conversation. Sum up what matters of it for finishing the task: what "
+    "was asked, what you have found out and done, and what is still to do.",
+}
 SUMMARY_INTRODUCTION = "What happened so far, in your own words:\n"
 CUT = "\n[{count} tokens are left out here]\n"
 

@@ -105,7 +105,7 @@ class Episodes:
         """Whether after these messages there is no room for a turn and, after it, a summary."""
         env = self.cfg.env
         following = self.bridge.extend(conversation.last, messages)
-        request = self.bridge.extend(conversation.last, [{"role": "user", "content": SUMMARY_REQUEST}])
+        request = self.bridge.extend(conversation.last, [SUMMARY_REQUEST])
         more = len(following.observation) + 2 * len(request.observation) + env.summary_tokens + 2
         free = room(conversation, env, self.cfg.rollout.max_model_len) - more
         return wants_room(env, free, 2 * sampling.max_tokens)
@@ -121,9 +121,8 @@ class Episodes:
     ) -> Conversation:
         """Has the model sum its conversation up, as a turn of its own that is trained too, and goes on from that."""
         env, tree = self.cfg.env, played.tree
-        request: list[Message] = [{"role": "user", "content": SUMMARY_REQUEST}]
-        add_messages(conversation, self.bridge, tree, request, env.on_rewrite)
-        note_messages(played, conversation.agent, request)
+        add_messages(conversation, self.bridge, tree, [SUMMARY_REQUEST], env.on_rewrite)
+        note_messages(played, conversation.agent, [SUMMARY_REQUEST])
         free = min(env.summary_tokens, room(conversation, env, self.cfg.rollout.max_model_len))
         if free < 1:
             return conversation
