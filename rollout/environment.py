@@ -81,7 +81,8 @@ class Environment(Protocol):
     `score() -> float | dict[str, float]`: the outcome, once the episode has ended, of all agents or of each by name; it
     is added to the rewards of their turns.
     `oracle() -> str`: the text of a perfect next turn, for demonstrations and tests.
-    `snapshot() -> bytes` and `restore(bytes)`: the whole state.
+    `snapshot() -> bytes` and `restore(bytes)`: the whole state, for whoever branches an episode; episodes themselves
+    use neither.
     """
 
     def reset(self, task: Task) -> Any:
