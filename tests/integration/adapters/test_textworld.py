@@ -13,6 +13,8 @@ from rollout.environment import StepResult
 from tests.integration.adapters.hosting import play_hosted
 from tests.unit.rollout.envs.playing import act, begin, total
 
+pytest.importorskip("jericho", reason="scripts/setup --envs found no make to build it with")
+
 TARGET = "rollout.adapters.textworld.TextWorld"
 COIN: dict[str, Any] = {"game": "coin_collector", "settings": {"level": 2}}
 

@@ -136,12 +136,22 @@ def test_python_given_by_hand_is_checked_and_used(scene: Scene) -> None:
 
 def test_envs_asked_for_once_are_installed_from_then_on(scene: Scene) -> None:
     assert scene.installed() == ["packages", "project"]
+    (scene.path / "make").symlink_to("/bin/true")
     assert scene.setup("--envs").returncode == 0
     assert "-r requirements/cpu.txt -r requirements/envs.txt" in scene.calls.read_text()
     assert scene.installed() == []
     (scene.project / "requirements" / "envs.txt").write_text("other==1\n")
     assert scene.installed() == ["packages", "project"]
     assert "-r requirements/envs.txt" in scene.calls.read_text()
+
+
+def test_envs_without_make_leave_out_what_is_built_with_it(scene: Scene) -> None:
+    result = scene.setup("--envs")
+    assert "make was not found; jericho is built with it" in result.stdout
+    (scene.path / "make").symlink_to("/bin/true")
+    assert "jericho" not in (scene.project / ".venv" / "envs.txt").read_text()
+    (scene.project / ".venv" / "tandem-setup").unlink()
+    assert "make" not in scene.setup("--envs").stdout
 
 
 def test_option_that_there_is_not_is_refused(scene: Scene) -> None:
