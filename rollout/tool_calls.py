@@ -67,8 +67,11 @@ def parse(
 
 
 def decode(tokenizer: Any, token_ids: Sequence[int], format: str) -> str:
-    """Text of a turn: special tokens left out, where tool calls are not made of them."""
-    text: str = tokenizer.decode(list(token_ids), skip_special_tokens=format != "llama")
+    """Text of a turn. Special tokens are left out; where tool calls may be made of them, only one at the end is."""
+    ids, keep = list(token_ids), format == "llama" or format.startswith(VLLM)
+    if keep and ids and getattr(tokenizer.added_tokens_decoder.get(ids[-1]), "special", False):
+        ids.pop()
+    text: str = tokenizer.decode(ids, skip_special_tokens=not keep)
     return text
 
 

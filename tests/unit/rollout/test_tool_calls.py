@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from conf.errors import ConfigError
 from rollout.environment import ToolCall
-from rollout.tool_calls import CUT_OFF, detect_format, parse, render, without_thinking
+from rollout.tool_calls import CUT_OFF, decode, detect_format, parse, render, without_thinking
+from tests.unit.rollout.agents import chat_tokenizer
 
 FORMATS = ["hermes", "llama", "xml", "none"]
 PIECES = [
@@ -200,3 +201,15 @@ PLAIN = "{% for message in messages %}{{ message.role + message.content }}{% end
 )
 def test_detect_format_is_what_the_template_renders(template, format) -> None:
     assert detect_format(template) == format
+
+
+@pytest.mark.parametrize(
+    ("format", "text"),
+    [("hermes", "high"), ("none", "high"), ("llama", "<|im_start|>high"), ("vllm:x", "<|im_start|>high")],
+)
+def test_special_tokens_stay_where_calls_may_be_made_of_them_but_for_the_end(format: str, text: str) -> None:
+    tokenizer = chat_tokenizer()
+    ids = tokenizer.convert_tokens_to_ids(["<|im_start|>", "high", "<|im_end|>"])
+    assert decode(tokenizer, ids, format) == text
+    assert decode(tokenizer, ids[:2], format) == text
+    assert decode(tokenizer, [], format) == ""
