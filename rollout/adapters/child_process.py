@@ -11,19 +11,25 @@ GRACE_S = 2.0
 
 
 @contextlib.asynccontextmanager
-async def running(command: list[str], env: dict[str, str]) -> AsyncIterator[asyncio.subprocess.Process]:
+async def running(
+    command: list[str], env: dict[str, str] | None = None, *, talks: bool
+) -> AsyncIterator[asyncio.subprocess.Process]:
     """The program as a process, which is ended with all below it.
 
-    It stays in our process group: whoever kills the process of this environment kills the server too.
+    It stays in our process group: whoever kills the process of this environment kills the program too.
+    talks: over its stdin and stdout, and takes the end of its stdin as its own; else it has SIGTERM for that.
     """
     pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, env=env, limit=MAX_LINE_BYTES)
+    stdin, stdout = (pipe, pipe) if talks else (asyncio.subprocess.DEVNULL, 2)
+    process = await asyncio.create_subprocess_exec(*command, stdin=stdin, stdout=stdout, env=env, limit=MAX_LINE_BYTES)
     try:
         yield process
     finally:
         below = descendants(process.pid)
-        assert process.stdin
-        process.stdin.close()  # what a server takes as the end
+        if process.stdin:
+            process.stdin.close()
+        elif process.returncode is None:
+            process.terminate()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(ended(process), GRACE_S)
         for found in [*descendants(process.pid), *below]:

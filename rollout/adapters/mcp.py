@@ -159,7 +159,7 @@ class Mcp(ForeignTools):
         env = stdio.get_default_environment() | self._env | variables
         try:
             async with contextlib.AsyncExitStack() as stack:
-                self._process = await stack.enter_async_context(running(self._command, env))
+                self._process = await stack.enter_async_context(running(self._command, env, talks=True))
                 client = await stack.enter_async_context(mcp.Client(pipes(self._process)))
                 opened.set_result(client)
                 await self._stop.wait()
