@@ -1,6 +1,7 @@
 """Customer service of tau2-bench: a policy, tools on a database, and a customer who needs no model."""
 
 import functools
+import os
 import random
 from typing import Any
 
@@ -139,7 +140,9 @@ EVALUATORS = {"env": "EnvironmentEvaluator", "communicate": "CommunicateEvaluato
 
 
 def package(module: str) -> Any:
-    """A module of the package, which would log to the terminal. None of those used here imports a client of models."""
+    """A module of the package, which would log to the terminal, and take into the environment what it finds in a file
+    .env. None of those used here imports a client of models."""
+    os.environ["PYTHON_DOTENV_DISABLED"] = "1"
     import_extra("loguru", "tau2").logger.disable("tau2")
     return import_extra(module, "tau2")
 
