@@ -19,6 +19,7 @@ from rollout.processes.env_values import CHECKS, revive
 from rollout.processes.env_worker import BAD_VALUE, FAILED, RAISED, REFUSED, VALUE, trace
 from rollout.processes.worker import (
     ERROR_CHARS,
+    NUMBER,
     START_TIMEOUT_S,
     MessageTooLong,
     Worker,
@@ -238,13 +239,17 @@ class ProcessHost:
     def _exchange(self, worker: Worker, method: str, request: bytes, deadline_s: float) -> Any:
         """The checked answer to one request. The process is gone after any failure but the environment's own."""
         began = time.monotonic()
+        worker.num_calls += 1
+        number = NUMBER.pack(worker.num_calls)
         try:
-            send(worker.channel, request, deadline_s)
+            send(worker.channel, number + request, deadline_s)
             remaining = max(deadline_s - (time.monotonic() - began), 1e-3)
             reply = receive(worker.channel, remaining, self._max_message_bytes)
-            return answer(method, reply)
+            if reply.startswith(number):
+                return answer(method, reply.removeprefix(number))
+            fault: EnvFault = EnvDied(f"the {PROCESS} answered another call than {method}: was it forked? It was ended")
         except MessageTooLong as error:
-            fault: EnvFault = EnvBadValue(f"{method}: returned {error}")
+            fault = EnvBadValue(f"{method}: returned {error}")
         except TimeoutError:
             fault = EnvTimeout(method, deadline_s)
         except (EOFError, OSError):
