@@ -200,3 +200,16 @@ PLAIN = "{% for message in messages %}{{ message.role + message.content }}{% end
 )
 def test_detect_format_is_what_the_template_renders(template, format) -> None:
     assert detect_format(template) == format
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (r'"{\"a\": \"\\ud800\"}"', "half of a surrogate pair"),
+        ('{"a": ' + "[" * 500 + "]" * 500 + "}", "nested deeper than 64 levels"),
+    ],
+)
+def test_arguments_that_no_environment_could_be_given_are_an_error(arguments: str, error: str) -> None:
+    (call,) = parse(f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>', "hermes").tool_calls
+    assert (call.name, call.arguments) == ("f", {})
+    assert error in call.error
