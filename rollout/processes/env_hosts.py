@@ -1,6 +1,7 @@
 """The hosts of one episode: in this process, on the event loop or in a thread, and in a process of its own."""
 
 import asyncio
+import copy
 import inspect
 import json
 import pickle
@@ -41,6 +42,8 @@ async def within(awaitable: Awaitable[Any], stage: str, seconds: float, deadline
         await asyncio.wait({task}, timeout=max(seconds, 0))
         if not task.done():
             raise EnvTimeout(stage, deadline_s)
+        if task.cancelled():  # from within: whoever waits here was not
+            raise EnvRaised(f"{stage} was cancelled by the environment itself: asyncio.CancelledError", False)
         return task.result()
     finally:
         if not task.done():
@@ -103,7 +106,7 @@ class LocalHost:
     async def call(self, method: str, *args: Any, deadline_s: float) -> Any:
         if self._ended:
             raise EnvDied(self._ended)
-        return await self._call(method, args, deadline_s)
+        return await self._call(method, copy.deepcopy(args), deadline_s)  # a task is that of other episodes too
 
     async def close(self, deadline_s: float) -> None:
         if self._closed:
@@ -136,7 +139,7 @@ class LocalHost:
                     self._replace_thread(str(timeout))
                     raise
                 if error is not None:
-                    raise error
+                    raise raised(error)
             else:
                 value = self._invoke(method, args)
             if inspect.isawaitable(value):
@@ -146,8 +149,10 @@ class LocalHost:
             return CHECKS[method](value)
         except EnvFault:
             raise
-        except (Exception, SystemExit) as error:
-            raise EnvRaised(trace(error), isinstance(error, EnvironmentFailure)) from None
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and (task := asyncio.current_task()) and task.cancelling():
+                raise
+            raise raised(error) from None
 
     def _invoke(self, method: str, args: tuple[Any, ...]) -> Any:
         if self._current is None:
@@ -164,6 +169,10 @@ class LocalHost:
         self._thread.stop()
         self._abandon(self._thread)
         self._thread = DaemonThread()
+
+
+def raised(error: BaseException) -> EnvRaised:
+    return EnvRaised(trace(error), isinstance(error, EnvironmentFailure))
 
 
 class ProcessHost:
