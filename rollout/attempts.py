@@ -126,6 +126,15 @@ def engine_failure(outcome: Outcome) -> EpisodeFailed:
     return EpisodeFailed(status, outcome.error, again=not outcome.timed_out)
 
 
+def require_each_named(played: Played) -> None:
+    """Raises EpisodeFailed when rewards were given by name, and not to each of those who acted."""
+    agents = {segment.agent for segment in played.tree.segments if segment.turn >= 0}
+    if isinstance(played.outcome, dict) and (missing := agents - played.outcome.keys()):
+        named, acted = ", ".join(sorted(played.outcome)) or "nobody", ", ".join(sorted(missing))
+        what = f"rewards were given for {named}, and none for {acted}, who acted"
+        raise EpisodeFailed(Status.env_bad_value, what, again=False)
+
+
 def require_same_ids(seen: Sequence[int], held: Sequence[int]) -> None:
     """Raises EpisodeFailed unless the engine saw the ids that the episode holds."""
     if seen != held:

@@ -5,6 +5,7 @@ behind them (end of turn, new messages, the head of the next turn). The template
 conversation, so a turn costs what its new messages cost, however long the conversation.
 """
 
+import contextlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from rollout.tool_prompt import with_calls, with_tools
 
 # Contents of an assistant's turn that a template might render otherwise once it is history.
 PROBES = ("x", "ok.", " a b\n", "<b>{1}", "7", "<think>\na\n</think>\n\nb")
+SAID = "zqj"  # a text that no template has of itself
 DUMMY: list[Message] = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
 PROBE_TOOL: Tool = {
     "type": "function",
@@ -61,9 +63,13 @@ class ChatBridge:
         if not tokenizer.chat_template:
             name = getattr(tokenizer, "name_or_path", "") or "the model"
             raise TemplateError(f"{name} has no chat template")
+        self._dummy = DUMMY[1:]
+        with contextlib.suppress(TemplateError):  # templates may refuse a system message
+            self._render(DUMMY)
+            self._dummy = DUMMY
         self.end_of_turn, self._behind = self._find_end()
         self._cached = lru_cache(maxsize=4096)(self._render_extension)
-        self._shows_tools = "probe_name" in self._render(DUMMY, [PROBE_TOOL])
+        self._shows_tools = "probe_name" in self._render(self._dummy, [PROBE_TOOL])
 
     def first(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
         """As Bridge."""
@@ -71,8 +77,9 @@ class ChatBridge:
             try:
                 messages = with_calls(messages, self.tool_format)
                 messages, tools = with_tools(messages, tools, self.tool_format) if tools else messages, ()
-            except (ConfigError, ValueError) as error:
-                raise TemplateError(f"the chat template has no place for tools, and without one: {error}") from error
+            except (ConfigError, ValueError, LookupError, TypeError) as error:
+                why = f"{type(error).__name__}: {error}"
+                raise TemplateError(f"the chat template has no place for tools, and without one: {why}") from error
         return self._encode(self._render([*messages], tools, generate=True))
 
     def extend(self, action_ids: Sequence[int], messages: Sequence[Message]) -> Extension:
@@ -86,8 +93,8 @@ class ChatBridge:
         Then what follows a turn is exact, but the turn itself stays as it was sampled.
         """
         for probe in PROBES:
-            now = self._render([*DUMMY, {"role": "assistant", "content": probe}], generate=False)
-            later = [*DUMMY, {"role": "assistant", "content": probe}, {"role": "user", "content": "v"}]
+            now = self._render([*self._dummy, {"role": "assistant", "content": probe}], generate=False)
+            later = [*self._dummy, {"role": "assistant", "content": probe}, {"role": "user", "content": "v"}]
             if probe.strip() not in now:
                 return f"of {probe!r} it renders {now[-80:]!r}"
             kept = now[: now.index(probe.strip()) + len(probe.strip())]
@@ -101,8 +108,10 @@ class ChatBridge:
 
     def _find_end(self) -> tuple[int, str]:
         """(id of the token that ends an assistant's turn, what the template puts behind it when nothing follows)."""
-        text = self._render([*DUMMY, {"role": "assistant", "content": "x"}], generate=False)
-        tail = text[text.rindex("x") + 1 :]
+        text = self._render([*self._dummy, {"role": "assistant", "content": SAID}], generate=False)
+        if SAID not in text:
+            raise TemplateError(f"the chat template does not render what an assistant's turn says, but {text[-80:]!r}")
+        tail = text[text.rindex(SAID) + len(SAID) :]
         ids = self._encode(tail)
         special = set(self.tokenizer.all_special_ids)
         found = [(place, token) for place, token in enumerate(ids) if token in special]
@@ -115,7 +124,7 @@ class ChatBridge:
 
     def _render_extension(self, dumped: str) -> tuple[int, ...]:
         messages = json.loads(dumped)
-        turn: Message = {"role": "assistant", "content": "x"}
+        turn: Message = {"role": "assistant", "content": SAID}
         calls = [
             {"id": m.get("tool_call_id", "0" * 9), "type": "function", "function": {"name": "f", "arguments": {}}}
             for m in messages
@@ -131,8 +140,8 @@ class ChatBridge:
         raise AssertionError
 
     def _behind_turn(self, turn: Message, messages: list[Message]) -> tuple[int, ...]:
-        before = self._render([*DUMMY, turn], generate=False)
-        after = self._render([*DUMMY, turn, *messages], generate=True)
+        before = self._render([*self._dummy, turn], generate=False)
+        after = self._render([*self._dummy, turn, *messages], generate=True)
         kept = before[: len(before) - len(self._behind)] if before.endswith(self._behind) else before
         if not after.startswith(kept):
             raise TemplateError(

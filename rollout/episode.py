@@ -7,7 +7,15 @@ from typing import Any
 from conf.choices import Context
 from conf.schema import Config
 from rl.types import Prompt, Sampling, Status, Trajectory
-from rollout.attempts import Attempts, EpisodeFailed, Host, Hosts, engine_failure, require_same_ids
+from rollout.attempts import (
+    Attempts,
+    EpisodeFailed,
+    Host,
+    Hosts,
+    engine_failure,
+    require_each_named,
+    require_same_ids,
+)
 from rollout.chat import Bridge, TemplateError
 from rollout.conversation import (
     SUMMARY_REQUEST,
@@ -79,8 +87,12 @@ class Episodes:
                 played.truncated = result.truncated and not result.terminated
                 break
             agent = result.agent or agent
+        if not tree.num_turns:
+            what = f"the episode begins with {len(conversation.ids)} tokens, which leaves no room for a turn"
+            raise EpisodeFailed(Status.env_bad_value, what, again=False)
         if self.scores:
             played.outcome = await host.call("score", deadline_s=env.score_s)
+            require_each_named(played)
 
     async def _continue(
         self,
@@ -93,7 +105,8 @@ class Episodes:
     ) -> Conversation:
         """The agent's conversation with these messages in it, or on a path of its own with room for another turn."""
         env, tree = self.cfg.env, played.tree
-        if env.context is Context.compact and self._is_full(conversation, messages, sampling):
+        last = tree.num_turns + 1 >= env.max_turns  # then nothing could go on from a summary
+        if env.context is Context.compact and not last and self._is_full(conversation, messages, sampling):
             return await self._compact(played, lane, conversation, messages, sampling, seed)
         add_messages(conversation, self.bridge, tree, messages, env.on_rewrite)
         free = room(conversation, env, self.cfg.rollout.max_model_len)

@@ -163,11 +163,10 @@ class Hosts:
         with self._lock:
             self._closed = True
             workers = list(self._workers)
+        for worker in workers:  # before the threads end, and their processes with them, but not what those started
+            kill_worker(worker)
         if self._executor:
-            self._executor.shutdown(wait=False, cancel_futures=True)
-            for worker in workers:
-                kill_worker(worker)
-            self._executor.shutdown(wait=True)
+            self._executor.shutdown(wait=True, cancel_futures=True)
         for worker in workers:
             close_worker(worker)
 

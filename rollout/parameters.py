@@ -184,7 +184,9 @@ def _required(field: "dataclasses.Field[Any]") -> bool:
 
 def _from_json(text: str) -> Any:
     try:
-        return json.loads(text)
+        value = json.loads(text)
+        json.dumps(value, ensure_ascii=False).encode()  # no half of a surrogate pair
+        return value
     except (ValueError, RecursionError):
         return text
 

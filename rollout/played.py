@@ -28,7 +28,7 @@ def task_of(run_seed: int, prompt: Prompt) -> Task:
 
 
 def note_messages(played: Played, agent: str, messages: Sequence[Message]) -> None:
-    played.transcript += [{"kind": "message", "agent": agent} | message for message in messages]
+    played.transcript += [message | {"kind": "message", "agent": agent} for message in messages]
 
 
 def as_trajectory(played: Played) -> Trajectory:

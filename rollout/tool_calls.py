@@ -11,6 +11,7 @@ from rollout.environment import Action, Message, Tool, ToolCall
 
 VLLM = "vllm:"
 THINKING_ENDS = "</think>"
+MAX_DEPTH = 64  # of arguments: what is nested much deeper cannot be sent to the environment's process
 CUT_OFF = "the turn reached its limit on tokens before the call was complete"
 
 CALL, CALL_ENDS = "<tool_call>", "</tool_call>"
@@ -275,10 +276,17 @@ def _read_json(text: str, start: int) -> tuple[ToolCall, int]:
     if not isinstance(arguments, dict):
         return ToolCall(name=name, error='"arguments" must be an object with a value for each argument'), end
     try:
-        _dump(value).encode()
+        _dump([name, arguments]).encode()
     except (UnicodeEncodeError, RecursionError):
         return ToolCall(name=name.encode(errors="replace").decode(), error="half of a surrogate pair in a text"), end
+    if _is_deeper(arguments, MAX_DEPTH):
+        return ToolCall(name=name, error=f"the arguments are nested deeper than {MAX_DEPTH} levels"), end
     return ToolCall(name=name, arguments=arguments), end
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return any(levels == 0 or _is_deeper(part, levels - 1) for part in parts)
 
 
 def _render_xml(call: ToolCall) -> str:

@@ -389,7 +389,7 @@ class Session:
             self.view.message(f"a sample failed ({first.status.value}): {reason}; this and further ones: {ROLLOUTS}")
         every = max(1, len(trajectories) // max(1, self.cfg.tracking.samples_per_step))
         shown = failed[:4] + trajectories[::every][: self.cfg.tracking.samples_per_step]
-        with (self.start.run_dir / ROLLOUTS).open("a") as file:
+        with (self.start.run_dir / ROLLOUTS).open("a", encoding="utf-8", errors="replace") as file:
             for group, t in shown:
                 row = describe_rollout(step, group, t, self.prepared.tokenizer)
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")

@@ -82,11 +82,10 @@ def add_up(outcomes: Sequence[Outcome], agents: set[str]) -> Outcome:
         what = "run returned None, and there is no score(): one of them must give the reward"
         raise EpisodeFailed(Status.env_bad_value, what, again=False)
     named = set[str]().union(*(outcome for outcome in outcomes if isinstance(outcome, dict)))
-    if not named:
+    if not any(isinstance(outcome, dict) for outcome in outcomes):
         return sum(outcome for outcome in outcomes if not isinstance(outcome, dict))
     if missing := agents - named:
-        what = (
-            f"rewards were given for {', '.join(sorted(named))}, and none for {', '.join(sorted(missing))}, who acted"
-        )
+        given, acted = ", ".join(sorted(named)) or "nobody", ", ".join(sorted(missing))
+        what = f"rewards were given for {given}, and none for {acted}, who acted"
         raise EpisodeFailed(Status.env_bad_value, what, again=False)
     return {name: sum(part.get(name, 0.0) if isinstance(part, dict) else part for part in outcomes) for name in named}

@@ -158,7 +158,8 @@ def require_same(name: str, given: dict[str, Any], own: float) -> None:
     if value != own:
         raise Refused(
             400,
-            f"{name}={value:g}, but this run samples with {name}={own:g}, and trains on what it samples; leave it out",
+            f"{name}={shown(value)}, but this run samples with {name}={own:g}, and trains on what it samples; "
+            "leave it out",
             name,
         )
 

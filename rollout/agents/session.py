@@ -97,7 +97,9 @@ class Session:
         if self.closed:
             raise Refused(404, CLOSED, code="session_closed")
         asked = read(body, self.sampling)
-        identity = hashlib.blake2b(idempotency_key.encode() + b"\n" + body, digest_size=16).hexdigest()
+        identity = hashlib.blake2b(
+            idempotency_key.encode(errors="surrogateescape") + b"\n" + body, digest_size=16
+        ).hexdigest()
         call = self._calls.get(identity) or self._start(identity, asked)
         if not call.num_waiting:
             self._give_up_later(call)
@@ -119,7 +121,7 @@ class Session:
             if not call.num_waiting:
                 call.abandoned = True
                 self._give_up_later(call)
-        if work.sampled.cancelled():
+        if work.sampled.cancelled() or (self.closed and call.answer is None):
             raise Refused(404, CLOSED, code="session_closed")
         if call.answer is None:
             call.answer = self._receive(call, work)

@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -129,12 +130,16 @@ def task_maker(cfg: Config) -> Callable[[str, int], list[dict[str, Any]]]:
         for index in range(count):
             try:
                 task = function(split, cfg.seed, index, **kwargs)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise ConfigError(
                     f"{KEY}={target}: make_task({split!r}, {cfg.seed}, {index}): {describe(error)}"
                 ) from error
             if not isinstance(task, dict):
                 raise ConfigError(f"{KEY}={target}: make_task gave a {type(task).__name__}, not a dict")
+            try:
+                json.dumps(task)  # as rollouts.jsonl holds it
+            except (TypeError, ValueError, RecursionError) as error:
+                raise ConfigError(f"{KEY}={target}: make_task({split!r}, {cfg.seed}, {index}): {error}") from error
             tasks.append(task)
         return tasks
 

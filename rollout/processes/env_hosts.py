@@ -1,6 +1,7 @@
 """The hosts of one episode: in this process, on the event loop or in a thread, and in a process of its own."""
 
 import asyncio
+import copy
 import inspect
 import json
 import pickle
@@ -19,6 +20,7 @@ from rollout.processes.env_values import CHECKS, revive
 from rollout.processes.env_worker import BAD_VALUE, FAILED, RAISED, REFUSED, VALUE, trace
 from rollout.processes.worker import (
     ERROR_CHARS,
+    NUMBER,
     START_TIMEOUT_S,
     MessageTooLong,
     Worker,
@@ -40,6 +42,8 @@ async def within(awaitable: Awaitable[Any], stage: str, seconds: float, deadline
         await asyncio.wait({task}, timeout=max(seconds, 0))
         if not task.done():
             raise EnvTimeout(stage, deadline_s)
+        if task.cancelled():  # from within: whoever waits here was not
+            raise EnvRaised(f"{stage} was cancelled by the environment itself: asyncio.CancelledError", False)
         return task.result()
     finally:
         if not task.done():
@@ -102,7 +106,7 @@ class LocalHost:
     async def call(self, method: str, *args: Any, deadline_s: float) -> Any:
         if self._ended:
             raise EnvDied(self._ended)
-        return await self._call(method, args, deadline_s)
+        return await self._call(method, copy.deepcopy(args), deadline_s)  # a task is that of other episodes too
 
     async def close(self, deadline_s: float) -> None:
         if self._closed:
@@ -135,7 +139,7 @@ class LocalHost:
                     self._replace_thread(str(timeout))
                     raise
                 if error is not None:
-                    raise error
+                    raise raised(error)
             else:
                 value = self._invoke(method, args)
             if inspect.isawaitable(value):
@@ -145,8 +149,10 @@ class LocalHost:
             return CHECKS[method](value)
         except EnvFault:
             raise
-        except (Exception, SystemExit) as error:
-            raise EnvRaised(trace(error), isinstance(error, EnvironmentFailure)) from None
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and (task := asyncio.current_task()) and task.cancelling():
+                raise
+            raise raised(error) from None
 
     def _invoke(self, method: str, args: tuple[Any, ...]) -> Any:
         if self._current is None:
@@ -163,6 +169,10 @@ class LocalHost:
         self._thread.stop()
         self._abandon(self._thread)
         self._thread = DaemonThread()
+
+
+def raised(error: BaseException) -> EnvRaised:
+    return EnvRaised(trace(error), isinstance(error, EnvironmentFailure))
 
 
 class ProcessHost:
@@ -238,13 +248,17 @@ class ProcessHost:
     def _exchange(self, worker: Worker, method: str, request: bytes, deadline_s: float) -> Any:
         """The checked answer to one request. The process is gone after any failure but the environment's own."""
         began = time.monotonic()
+        worker.num_calls += 1
+        number = NUMBER.pack(worker.num_calls)
         try:
-            send(worker.channel, request, deadline_s)
+            send(worker.channel, number + request, deadline_s)
             remaining = max(deadline_s - (time.monotonic() - began), 1e-3)
             reply = receive(worker.channel, remaining, self._max_message_bytes)
-            return answer(method, reply)
+            if reply.startswith(number):
+                return answer(method, reply.removeprefix(number))
+            fault: EnvFault = EnvDied(f"the {PROCESS} answered another call than {method}: was it forked? It was ended")
         except MessageTooLong as error:
-            fault: EnvFault = EnvBadValue(f"{method}: returned {error}")
+            fault = EnvBadValue(f"{method}: returned {error}")
         except TimeoutError:
             fault = EnvTimeout(method, deadline_s)
         except (EOFError, OSError):

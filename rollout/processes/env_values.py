@@ -7,6 +7,7 @@ through JSON.
 import base64
 import binascii
 import dataclasses
+import json
 import reprlib
 from collections.abc import Callable
 from typing import Any
@@ -30,6 +31,8 @@ def as_reward(value: Any, what: str) -> float:
 
 def as_json(value: Any, what: str) -> Any:
     """A copy of a value that JSON can hold; arrays become lists, their scalars numbers."""
+    if isinstance(value, int) and as_number(value) is None:
+        raise EnvBadValue(f"{what} is an integer beyond all floats")
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, dict):
@@ -46,6 +49,16 @@ def as_json(value: Any, what: str) -> Any:
     )
 
 
+def as_rendered(value: Any, what: str) -> Any:
+    """A copy of what a chat template will render: its texts must be such as UTF-8 can hold."""
+    copy = as_json(value, what)
+    try:
+        json.dumps(copy, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise EnvBadValue(f"{what} must hold no half of a surrogate pair, found {shown(copy)}") from None
+    return copy
+
+
 def as_messages(value: Any, what: str) -> list[Message]:
     """Messages with the str `role` and `content`, and what else a chat template takes."""
     if not isinstance(value, list | tuple):
@@ -58,14 +71,19 @@ def as_messages(value: Any, what: str) -> list[Message]:
                 found = shown(message[key]) if key in message else f"no such key in {shown(message)}"
                 parts = "; a list of parts is not taken: join their text" if isinstance(message.get(key), list) else ""
                 raise EnvBadValue(f"{what}[{i}][{key!r}] must be a str, found {found}{parts}")
-    messages: list[Message] = as_json(value, what)
+    messages: list[Message] = as_rendered(value, what)
     return messages
 
 
 def as_tools(value: Any, what: str) -> list[Tool]:
     if not isinstance(value, list | tuple) or not all(isinstance(tool, dict) for tool in value):
         raise EnvBadValue(f"{what} must be a list of dicts, found {shown(value)}")
-    tools: list[Tool] = as_json(value, what)
+    for i, tool in enumerate(value):
+        function = tool.get("function") if tool.get("type") == "function" else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            wanted = '{"type": "function", "function": {"name": ...}}'
+            raise EnvBadValue(f"{what}[{i}] must be {wanted}, found {shown(tool)}")
+    tools: list[Tool] = as_rendered(value, what)
     return tools
 
 

@@ -1,7 +1,7 @@
 """The process that runs environments: one at a time, its methods in the main thread, one request after another.
 
-Imports nothing heavy. Requests are pickled (method, args), "close" among them, which ends the episode; the next request
-constructs the next environment. Replies are JSON [kind, value].
+Imports nothing heavy. Requests are a number and a pickled (method, args), "close" among them, which ends the episode;
+the next request constructs the next environment. Replies are the same number and JSON [kind, value].
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from conf.imports import check_arguments, import_function
 from rollout.environment import EnvironmentFailure
 from rollout.processes.env_faults import EnvBadValue
 from rollout.processes.env_values import CHECKS, plain, shown
-from rollout.processes.worker import ERROR_CHARS, die_with_parent, receive, send
+from rollout.processes.worker import ERROR_CHARS, NUMBER, die_with_parent, receive, send
 
 KEY = "env._target_"
 OPTIONAL = ("make_task", "score", "oracle", "snapshot", "restore")
@@ -78,7 +78,7 @@ def serve(fd: int, parent: int) -> None:
                 os._exit(0)  # not a normal exit, which would wait for threads that the environment left behind
             kind, value = RAISED, None
             try:
-                method, args = pickle.loads(request)
+                method, args = pickle.loads(request[NUMBER.size :])
                 if current is None and method != "close":
                     current = environment(**kwargs)
                 kind, value = VALUE, _call(current, method, args, runner)
@@ -93,7 +93,7 @@ def serve(fd: int, parent: int) -> None:
                 current = None
                 if not parent:
                     end_others()
-            _reply(channel, kind, value)
+            _reply(channel, kind, value, request[: NUMBER.size])
 
 
 def _call(current: Any, method: str, args: tuple[Any, ...], runner: asyncio.Runner) -> Any:
@@ -128,5 +128,5 @@ def trace(error: BaseException) -> str:
     return "".join(traceback.format_exception(type(error), error, frames))[-ERROR_CHARS:]
 
 
-def _reply(channel: socket.socket, kind: str, value: Any) -> None:
-    send(channel, json.dumps([kind, value]).encode())
+def _reply(channel: socket.socket, kind: str, value: Any, number: bytes = b"") -> None:
+    send(channel, number + json.dumps([kind, value]).encode())

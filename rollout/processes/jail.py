@@ -109,7 +109,7 @@ def watch(first: int, told: int, said: int, config: dict[str, Any]) -> dict[str,
         began = time.monotonic()
         ready, _, _ = select.select(sources, [], [], WATCH_S)
         if said in ready and select.select([], [2], [], 0)[1]:  # a reader of ours that waits must not stop the watch
-            part = os.read(said, select.PIPE_BUF)
+            part = os.read(said, select.PIPE_BUF if left else 1 << 16)
             if not part:
                 sources.remove(said)
             os.write(2, part[:left])
@@ -143,10 +143,10 @@ def descendants(first: int) -> list[int]:
 def memory_bytes(pid: int) -> int:
     """Memory of its own that a process holds, swapped out or not: files that are mapped are left out."""
     try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        lines = Path(f"/proc/{pid}/status").read_bytes().split(b"\n")  # a process may be called anything
     except OSError:
         return 0
-    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("RssAnon:", "RssShmem:", "VmSwap:")))
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith((b"RssAnon:", b"RssShmem:", b"VmSwap:")))
 
 
 def be_first(config: dict[str, Any], tell: int, say: int, as_root: bool, uid: int) -> NoReturn:

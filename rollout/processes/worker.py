@@ -24,6 +24,7 @@ import psutil
 from rollout.sandbox import END_TIMEOUT_S, Jailed, Limits, python, start_jailed
 
 HEADER = struct.Struct(">Q")
+NUMBER = struct.Struct(">Q")  # of a call of an environment: its answer begins with the same
 PR_SET_PDEATHSIG = 1
 MARK = "TANDEM_WORKER"  # in the environment of a worker and of all that it starts
 ERROR_CHARS = 4000
@@ -73,11 +74,13 @@ def _receive_exactly(channel: socket.socket, length: int, deadline: float | None
 
 @dataclass(kw_only=True, eq=False)
 class Worker:
-    """One process, and our end of the socket to it. `ready` once it has imported the code that it runs."""
+    """One process, and our end of the socket to it. `ready` once it has imported the code that it runs. num_calls: of
+    its environments."""
 
     process: subprocess.Popen[bytes]
     channel: socket.socket
     ready: bool = False
+    num_calls: int = 0
     jailed: Jailed | None = None
     mark: str = ""  # the value of MARK; a sandbox needs none
 
@@ -153,9 +156,16 @@ def code_in(entry: str) -> list[str]:
 def kill_worker(worker: Worker) -> None:
     """Kills the process with all of its group and whatever it started in other groups, and reaps it. May be called
     again."""
+    started: list[psutil.Process] = []  # what it has started without our variables among those of the environment
+    with contextlib.suppress(psutil.Error):
+        if worker.mark and worker.process.poll() is None:
+            started = psutil.Process(worker.process.pid).children(recursive=True)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(worker.process.pid, signal.SIGKILL)
     worker.process.wait()
+    for process in started:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
     deadline = time.monotonic() + END_TIMEOUT_S
     while (found := left_behind(worker.mark)) and time.monotonic() < deadline:  # what they start meanwhile, too
         for process in found:
@@ -191,7 +201,7 @@ def describe_death(worker: Worker, who: str) -> str:
     except (subprocess.TimeoutExpired, TimeoutError):
         return f"the {who} closed its connection"
     if code < 0:
-        return f"the {who} was killed by {signal.Signals(-code).name}"
+        return f"the {who} was killed by {signal_name(-code)}"
     return f"the {who} exited with code {code}"
 
 
@@ -204,8 +214,13 @@ def _describe_report(jailed: Jailed, who: str) -> str:
     if report["end"] == "memory":
         return f"the {who} was killed for holding {report['held_bytes']} bytes of memory, more than its sandbox allows"
     if report["end"] == "signal":
-        return f"the {who} was killed by {signal.Signals(report['number']).name}"
+        return f"the {who} was killed by {signal_name(report['number'])}"
     return f"the {who} exited with code {report['code']}"
+
+
+def signal_name(number: int) -> str:
+    known = {known.value: known.name for known in signal.Signals}
+    return known.get(number, f"signal {number}")  # most of those for real time have no name
 
 
 def die_with_parent(parent: int) -> None:

@@ -182,6 +182,8 @@ def test_rewards_must_name_everyone_who_acted() -> None:
     assert add_up([{"a": 1.0, "b": 2.0}, 10.0], {"a"}) == {"a": 11.0, "b": 12.0}
     with pytest.raises(EpisodeFailed, match="rewards were given for a, and none for main, who acted"):
         add_up([{"a": 1.0}], {"a", "main"})
+    with pytest.raises(EpisodeFailed, match="given for nobody, and none for main"):
+        add_up([{}], {"main"})
 
 
 # -- beforehand --

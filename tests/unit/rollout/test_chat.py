@@ -14,6 +14,7 @@ from tests.unit.rollout.agents import CHATML, FORGETFUL, chat_tokenizer, encode
 
 TOKENIZER = chat_tokenizer()
 BRIDGE = ChatBridge(TOKENIZER)
+USER_SAYS: list[Message] = [{"role": "user", "content": "a"}]
 texts = st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=20)
 turns = st.lists(
     st.tuples(texts, st.lists(st.tuples(st.sampled_from(["user", "tool"]), texts), min_size=1, max_size=3))
@@ -143,3 +144,30 @@ def test_call_whose_arguments_are_no_object_is_refused() -> None:
     call = {"id": "0", "type": "function", "function": {"name": "look", "arguments": "[1]"}}
     with pytest.raises(TemplateError, match=r"arguments of a tool call are '\[1\]'"):
         ChatBridge(TOKENIZER, "hermes").first([{"role": "assistant", "content": "", "tool_calls": [call]}])
+
+
+@pytest.mark.parametrize("end", ["<|end_of_text|>", "<|im_end|>"])
+def test_end_of_turn_is_found_whatever_letters_it_has(end: str) -> None:
+    tokenizer = chat_tokenizer(CHATML.replace("<|im_end|>", end))
+    tokenizer.add_special_tokens({"eos_token": end})
+    assert ChatBridge(tokenizer).end_of_turn == tokenizer.eos_token_id
+
+
+def test_template_that_refuses_a_system_message_is_taken() -> None:
+    refusal = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    bridge = ChatBridge(chat_tokenizer(refusal + CHATML))
+    require_append_only(bridge, "model.path=m")
+    assert bridge.extend([1], USER_SAYS) == BRIDGE.extend([1], USER_SAYS)
+    with pytest.raises(TemplateError, match="no system"):
+        bridge.first([{"role": "system", "content": "s"}])
+
+
+def test_template_that_leaves_turns_out_is_refused() -> None:
+    with pytest.raises(TemplateError, match="does not render what an assistant's turn says"):
+        ChatBridge(chat_tokenizer(CHATML.replace("{{ m['content'] }}", "{{ m['content'] | upper }}")))
+
+
+def test_calls_that_are_none_are_a_template_error() -> None:
+    message: Message = {"role": "assistant", "content": "x", "tool_calls": [{"name": "f"}]}
+    with pytest.raises(TemplateError, match="without one: KeyError: 'function'"):
+        ChatBridge(TOKENIZER, "hermes").first([message])

@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import socket
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import urlsplit
 
 import openai
 import pytest
@@ -11,6 +13,7 @@ from openai import AsyncOpenAI, OpenAI
 
 from conf.choices import Rewrite
 from rl.types import Completion, Sampling, Status
+from rollout.agents.request import Refused
 from rollout.agents.session import Session
 from rollout.attempts import EpisodeFailed
 from rollout.engine import Outcome
@@ -541,3 +544,37 @@ def test_ids_given_to_a_session_are_those_of_its_own_bridge(plain: Desk) -> None
     assert isinstance(session, Session)
     ask(client, HELLO)
     assert lane.seen[0] == encode(plain.tokenizer, "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize(
+    ("head", "knobs", "status"),
+    [(b"Idempotency-Key: \xff\r\n", b"", 200), (b"", b',"temperature":1' + b"0" * 400, 400)],
+)
+def test_odd_key_or_number_is_no_fault_of_the_endpoint(plain: Desk, head: bytes, knobs: bytes, status: int) -> None:
+    session, base_url = plain.open(plain.lane(["ok"]))
+    body = b'{"model":"policy","messages":[{"role":"user","content":"a"}]' + knobs + b"}"
+    url = urlsplit(base_url)
+    connection = socket.create_connection((str(url.hostname), int(url.port or 0)), timeout=WAIT_S)
+    start = f"POST {url.path}/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n".encode()
+    connection.sendall(start + head + b"Connection: close\r\n\r\n" + body)
+    assert receive(connection)[0] == status
+    session.require_sound()
+
+
+def test_answer_that_comes_as_the_session_closes_is_not_recorded(plain: Desk) -> None:
+    session, _ = plain.open(plain.lane(["ok"]))
+    body = b'{"model":"policy","messages":[{"role":"user","content":"a"}]}'
+
+    async def close_when_sampled() -> None:
+        _, call = session.begin(body)
+        waiting = asyncio.ensure_future(session.wait(call))
+        await asyncio.sleep(0)
+        assert call.work is not None
+        while not call.work.sampled.done():
+            await asyncio.sleep(0)
+        await session.close()
+        with pytest.raises(Refused, match="this episode is over"):
+            await waiting
+
+    plain.run(plain.endpoint._within(close_when_sampled()))
+    assert session.played.tree.num_turns == 0

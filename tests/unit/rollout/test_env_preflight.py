@@ -54,6 +54,18 @@ class NumberForText(Plain):
         return 7
 
 
+class SetForTask(Plain):
+    @staticmethod
+    def make_task(split: str, seed: int, index: int, **kwargs: Any) -> dict[str, Any]:
+        return {"text": {split}}
+
+
+class ExitForTask(Plain):
+    @staticmethod
+    def make_task(split: str, seed: int, index: int, **kwargs: Any) -> dict[str, Any]:
+        raise SystemExit(3)
+
+
 class Tools(ToolEnv):
     @staticmethod
     def make_task(split: str, seed: int, index: int) -> dict[str, Any]:
@@ -117,6 +129,8 @@ def test_records_of_the_data_are_tasks_too() -> None:
         ("Plain", {"kwargs": {"length": 99}}, CHATML, "begins with .* tokens, and the context has room for 200"),
         ("Plain", {}, None, "no chat template"),
         ("Plain", {}, FORGETFUL, "rewrites history.*env.on_rewrite=keep"),
+        ("SetForTask", {}, CHATML, r"make_task\('train', 0, 0\): Object of type set is not JSON serializable"),
+        ("ExitForTask", {}, CHATML, r"make_task\('train', 0, 0\): SystemExit: 3"),
         ("Tools", {}, CHATML, "has tools, but env.tool_format=auto.*env.tool_format=hermes"),
     ],
 )

@@ -12,6 +12,7 @@ from rollout.processes.env_hosts import answer
 from rollout.processes.env_values import CHECKS, as_observation, as_score, as_step_result, plain, revive
 
 USER = {"role": "user", "content": "hello"}
+TOOL = {"type": "function", "function": {"name": "f"}}
 
 
 def test_reset_may_give_an_observation_its_messages_or_a_text() -> None:
@@ -35,6 +36,9 @@ def test_reset_may_give_an_observation_its_messages_or_a_text() -> None:
         ),
         (Observation(messages=[USER], tools={}), "tools must be a list of dicts"),  # type: ignore[arg-type]
         (Observation(messages=[USER], tools=["f"]), "tools must be a list of dicts"),  # type: ignore[list-item]
+        (Observation(messages=[USER], tools=[{"name": "f"}]), r'tools\[0\] must be \{"type": "function"'),
+        ([{"role": "user", "content": "\ud800"}], "messages must hold no half of a surrogate pair"),
+        (Observation(messages=[USER], info={"n": 10**400}), r"info\['n'\] is an integer beyond all floats"),
         (Observation(messages=[USER], agent=""), "agent must name who acts first"),
         (Observation(messages=[USER], info={"x": object()}), r"info\['x'\] must hold .*\(object\)"),
         (Observation(messages=[USER], info={1: 2}), r"info must have str keys, found 1"),  # type: ignore[dict-item]
@@ -90,7 +94,7 @@ def test_other_methods_return_what_they_say() -> None:
 @pytest.mark.parametrize(
     ("method", "value"),
     [
-        ("reset", Observation(messages=[USER], tools=[{"type": "function"}], agent="a", info={"n": 1})),
+        ("reset", Observation(messages=[USER], tools=[TOOL], agent="a", info={"n": 1})),
         ("step", StepResult(messages=[USER], reward=-1.0, terminated=True, info={"text": "\ud800"})),
         ("score", {"a": 1.0}),
         ("snapshot", bytes(range(256))),

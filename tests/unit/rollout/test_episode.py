@@ -62,6 +62,28 @@ class Echo:
         self.closed += 1
 
 
+class Odd(Echo):
+    """Changes its task, gives a message with a key of the transcript's, and is cancelled where the action says so."""
+
+    def reset(self, task: Task) -> Any:
+        task.data["seen"] = task.data.get("seen", 0) + 1
+        return [{"role": "user", "content": f"seen {task.data['seen']}", "kind": "action"}]
+
+    def step(self, action: Action) -> Any:
+        if action.text == "cancel":
+            raise asyncio.CancelledError
+        return self.cancel_itself() if action.text == "cancel later" else StepResult(terminated=True)
+
+    async def cancel_itself(self) -> StepResult:
+        await asyncio.sleep(0)
+        raise asyncio.CancelledError
+
+
+class NamesNobody(Echo):
+    def score(self) -> Any:
+        return {"mian": 10.0}
+
+
 class Duel(Echo):
     """Two agents take turns; the first wins."""
 
@@ -91,8 +113,9 @@ def task(prompt: str = "go") -> Prompt:
 def player(target: str = "Echo", template: str = CHATML, max_model_len: int = 512, **env: Any) -> Episodes:
     Echo.opened.clear()
     path = f"{__name__}.{target}"
+    chosen: dict[str, Any] = {"_target_": path, "isolation": Isolation.inline} | env
     cfg = Config(
-        env=EnvConfig(_target_=path, isolation=Isolation.inline, **env),
+        env=EnvConfig(**chosen),
         data=DataConfig(from_env=True),
         reward=RewardConfig(_target_=NO_REWARD),
         rollout=RolloutConfig(max_model_len=max_model_len, max_tokens=40),
@@ -251,6 +274,41 @@ def test_engine_that_saw_other_ids_is_a_failure_of_its_own() -> None:
     assert "from token 3 on" in trajectory.error
 
 
+def test_message_may_have_keys_of_the_transcripts_own() -> None:
+    trajectory = play(ScriptedLane(TOKENIZER, ["ok"]), "Odd")
+    assert [entry["kind"] for entry in trajectory.transcript] == ["message", "action"]
+
+
+@pytest.mark.parametrize("isolation", [Isolation.inline, Isolation.thread])
+@pytest.mark.parametrize("said", ["cancel", "cancel later"])
+def test_environment_that_cancels_itself_is_its_own_failure(said: str, isolation: Isolation) -> None:
+    trajectory = play(ScriptedLane(TOKENIZER, [said]), "Odd", isolation=isolation)
+    assert (trajectory.status, "CancelledError" in trajectory.error) == (Status.env_failed, True)
+
+
+def test_environment_that_changes_its_task_changes_no_other_episodes() -> None:
+    prompt, lane = task(), ScriptedLane(TOKENIZER, ["ok", "ok"])
+    for _ in range(2):
+        asyncio.run(player("Odd").play(lane, prompt, Sampling(max_tokens=40), 5))
+    assert lane.seen[0] == lane.seen[1]
+    assert prompt.record == {"prompt": "go"}
+
+
+def test_score_that_names_none_of_those_who_acted_is_no_reward_of_zero() -> None:
+    trajectory = play(ScriptedLane(TOKENIZER, ["stop"]), "NamesNobody")
+    assert (trajectory.status, trajectory.error) == (
+        Status.env_bad_value,
+        "rewards were given for mian, and none for main, who acted",
+    )
+
+
+def test_beginning_without_room_for_a_turn_is_no_reward_of_zero() -> None:
+    episodes = player(max_model_len=64)
+    trajectory = asyncio.run(episodes.play(ScriptedLane(TOKENIZER, []), task("x" * 90), Sampling(max_tokens=9), 0))
+    assert trajectory.status is Status.env_bad_value
+    assert "leaves no room for a turn" in trajectory.error
+
+
 def test_agents_have_conversations_of_their_own_and_their_own_outcomes() -> None:
     lane = ScriptedLane(TOKENIZER, ["x1", "o1", "x2", "o2"])
     trajectory = play(lane, "Duel")
@@ -283,6 +341,14 @@ def test_compaction_trains_the_summary_and_goes_on_from_it() -> None:
     assert len(trajectory.rows) == 2
     assert sorted(actions(trajectory)) == sorted(lane.sampled)
     assert "SUMMARY" in TOKENIZER.decode(trajectory.more[0].token_ids[: trajectory.more[0].prompt_len])
+
+
+@pytest.mark.parametrize("max_turns", range(1, 7))
+def test_compaction_makes_no_summary_that_nothing_can_go_on_from(max_turns: int) -> None:
+    lane = ScriptedLane(TOKENIZER, ["abcdefghij"] * 9)
+    trajectory = play(lane, context=Context.compact, summary_tokens=20, max_tokens=20, max_turns=max_turns)
+    assert (trajectory.truncated, trajectory.metrics["turns"]) == (True, max_turns)
+    assert "Sum up" not in TOKENIZER.decode(lane.seen[-1])
 
 
 def test_template_that_strips_thinking_forks_at_each_turn() -> None:

@@ -95,6 +95,13 @@ class Acting:
         return StepResult(info={"pid": subprocess.Popen(["sleep", "3600"]).pid})
     def do_daemon(self):
         return StepResult(info={"pid": subprocess.Popen(["sleep", "3600"], start_new_session=True).pid})
+    def do_bare(self):
+        return StepResult(info={"pid": subprocess.Popen(["/bin/sleep", "3600"], start_new_session=True, env={}).pid})
+    def do_twin(self):
+        os.fork()
+        return StepResult(info={"pid": os.getpid()})
+    def do_signal(self):
+        os.kill(os.getpid(), 40)
     def do_orphan(self):
         if os.fork() == 0:
             os.setsid()
@@ -310,9 +317,28 @@ def test_a_process_that_hangs_or_dies_is_replaced(isolation: Isolation) -> None:
 
 
 @pytest.mark.parametrize("isolation", APART)
-def test_a_process_killed_by_a_signal_says_which(isolation: Isolation) -> None:
-    *_, killed = episode("killed", isolation=isolation)
-    assert isinstance(killed, EnvDied) and killed.how == "the environment's process was killed by SIGKILL"
+@pytest.mark.parametrize(("by", "name"), [("killed", "SIGKILL"), ("signal", "signal 40")])
+def test_a_process_killed_by_a_signal_says_which(isolation: Isolation, by: str, name: str) -> None:
+    *_, killed = episode(by, isolation=isolation)
+    assert isinstance(killed, EnvDied) and killed.how == f"the environment's process was killed by {name}"
+
+
+@pytest.mark.parametrize("isolation", APART)
+def test_no_answer_is_taken_for_that_of_another_call(isolation: Isolation) -> None:
+    async def scenario(hosts: Hosts) -> None:
+        host = await hosts.open()
+        await host.call("reset", TASK, deadline_s=20)
+        await host.call("step", act("twin"), deadline_s=20)  # two processes answer now
+        with pytest.raises(EnvDied, match=r"answered another call than (step|oracle)"):
+            while True:  # until the second one has
+                assert isinstance(await host.call("step", act("ok"), deadline_s=20), StepResult)
+                assert await host.call("oracle", deadline_s=20) == "done"
+        await host.close(5)
+        host = await hosts.open()
+        assert isinstance(await host.call("reset", TASK, deadline_s=20), Observation)
+        await host.close(5)
+
+    play(scenario, isolation)
 
 
 @pytest.mark.parametrize("isolation", APART)
@@ -336,8 +362,9 @@ def test_children_end_with_the_process() -> None:
 
 
 @pytest.mark.parametrize("end", ["hang", "exit"])
-def test_children_in_a_session_of_their_own_end_with_the_process(end: str) -> None:
-    _, child, _ = episode("daemon", end, isolation=Isolation.process, deadline_s=0.4)
+@pytest.mark.parametrize("started", ["daemon", "bare"])
+def test_children_in_a_session_of_their_own_end_with_the_process(started: str, end: str) -> None:
+    _, child, _ = episode(started, end, isolation=Isolation.process, deadline_s=0.4)
     assert has_ended(child.info["pid"])
 
 

@@ -203,6 +203,13 @@ def test_memory_of_all_processes_together_is_bounded() -> None:
     assert attempt(code).reason is Reason.memory_bytes
 
 
+@pytest.mark.parametrize("name", [b"\xff\xfe", b"\rRssAnon:"])
+def test_memory_is_watched_whatever_a_process_calls_itself(name: bytes) -> None:
+    call_itself = f"import ctypes, time; ctypes.CDLL(None).prctl(15, {name!r}, 0, 0, 0); time.sleep(0.3)\n"
+    assert printed(call_itself + "print('done')") == "done\n"
+    assert attempt(call_itself + "a = bytearray(1 << 30)").exit_code == 1
+
+
 def test_disk_and_file_size_are_bounded() -> None:
     code = """
 import signal

@@ -213,3 +213,15 @@ def test_special_tokens_stay_where_calls_may_be_made_of_them_but_for_the_end(for
     assert decode(tokenizer, ids, format) == text
     assert decode(tokenizer, ids[:2], format) == text
     assert decode(tokenizer, [], format) == ""
+
+
+    ("arguments", "error"),
+    [
+        (r'"{\"a\": \"\\ud800\"}"', "half of a surrogate pair"),
+        ('{"a": ' + "[" * 500 + "]" * 500 + "}", "nested deeper than 64 levels"),
+    ],
+)
+def test_arguments_that_no_environment_could_be_given_are_an_error(arguments: str, error: str) -> None:
+    (call,) = parse(f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>', "hermes").tool_calls
+    assert (call.name, call.arguments) == ("f", {})
+    assert error in call.error

@@ -399,3 +399,8 @@ def test_call_text_comes_back_as_the_call() -> None:
         (made,) = action.tool_calls
         assert (action.content, made.name, made.arguments) == ("So:", "look", {"where": "left"})
         assert in_format("no call", format) == "no call"
+
+
+def test_text_with_half_of_a_surrogate_pair_is_no_list() -> None:
+    with pytest.raises(WrongValue, match="must be a list"):
+        coerce(r'["\ud800"]', list[str], "names")
