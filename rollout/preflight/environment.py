@@ -25,6 +25,7 @@ from rollout.processes.env_worker import RUN
 from rollout.tool_calls import VLLM, check_format, detect_format
 
 KEY = "env._target_"
+HELD_OUT = 1 << 30  # number of the first held-out task: seeds derive from it, and none is that of a training task
 
 
 @dataclass(kw_only=True)
@@ -108,9 +109,9 @@ def make_tasks(cfg: Config) -> tuple[list[Prompt], list[Prompt]]:
     """(training tasks, held-out tasks): records of the data, or what the environment makes. Raises ConfigError."""
     if not cfg.data.from_env:
         train, held_out = load_records(cfg.data, cfg.seed, with_prompts=False)
-        return as_prompts(train), as_prompts(held_out)
+        return as_prompts(train), as_prompts(held_out, HELD_OUT)
     make = task_maker(cfg)
-    return as_prompts(make("train", cfg.data.size)), as_prompts(make("eval", cfg.data.eval_size))
+    return as_prompts(make("train", cfg.data.size)), as_prompts(make("eval", cfg.data.eval_size), HELD_OUT)
 
 
 def task_maker(cfg: Config) -> Callable[[str, int], list[dict[str, Any]]]:
@@ -146,8 +147,8 @@ def task_maker(cfg: Config) -> Callable[[str, int], list[dict[str, Any]]]:
     return make
 
 
-def as_prompts(records: Sequence[dict[str, Any]]) -> list[Prompt]:
-    return [Prompt(index=index, token_ids=[], record=record) for index, record in enumerate(records)]
+def as_prompts(records: Sequence[dict[str, Any]], first: int = 0) -> list[Prompt]:
+    return [Prompt(index=index, token_ids=[], record=record) for index, record in enumerate(records, first)]
 
 
 def try_first_task(cfg: Config, prepared: PreparedEnv, tokenizer: Any, prompt: Prompt) -> int:

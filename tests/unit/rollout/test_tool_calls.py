@@ -215,6 +215,7 @@ def test_special_tokens_stay_where_calls_may_be_made_of_them_but_for_the_end(for
     assert decode(tokenizer, [], format) == ""
 
 
+@pytest.mark.parametrize(
     ("arguments", "error"),
     [
         (r'"{\"a\": \"\\ud800\"}"', "half of a surrogate pair"),
