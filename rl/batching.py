@@ -14,6 +14,8 @@ import torch
 from conf.choices import Layout
 from rl.types import MAIN_AGENT, Batch, Group, Trajectory
 
+ERROR_CHARS = 2000  # of a traceback that is shown
+
 
 class NoValidTrajectories(RuntimeError):
     """Every episode of a step failed: there is nothing to learn from."""
@@ -35,6 +37,7 @@ def collate(groups: Sequence[Group], reward_names: Sequence[str] = ()) -> Batch:
         raise NoValidTrajectories(
             f"all {len(errors)} trajectories of this step failed, for example:\n  "
             + "\n  ".join(dict.fromkeys(errors[:20]))
+            + f"\nThe first of them:\n{next(t.error for g in groups for t in g.trajectories)[-ERROR_CHARS:]}"
         )
     width = max(len(row.token_ids) for _, _, row in rows)
 

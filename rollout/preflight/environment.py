@@ -16,13 +16,13 @@ from rollout.agents.player import Agents
 from rollout.chat import Bridge, ChatBridge, PlainBridge, TemplateError, require_append_only
 from rollout.conversation import clip
 from rollout.data import check_template, load_records
-from rollout.environment import Observation
+from rollout.environment import Observation, Tool, ToolCall
 from rollout.episode import Episodes
 from rollout.isolation import Hosts, check_environment
 from rollout.played import task_of
 from rollout.processes.env_faults import EnvFault
 from rollout.processes.env_worker import RUN
-from rollout.tool_calls import VLLM, check_format, detect_format
+from rollout.tool_calls import VLLM, check_format, detect_format, render
 
 KEY = "env._target_"
 HELD_OUT = 1 << 30  # number of the first held-out task: seeds derive from it, and none is that of a training task
@@ -147,6 +147,19 @@ def task_maker(cfg: Config) -> Callable[[str, int], list[dict[str, Any]]]:
     return make
 
 
+def require_room_for_calls(cfg: Config, tool_format: str, tools: Sequence[Tool], tokenizer: Any) -> None:
+    """Raises ConfigError when rollout.max_tokens ends a turn before even a call without arguments is written."""
+    if not tools or tool_format.startswith(VLLM):
+        return
+    calls = [render([ToolCall(name=tool["function"]["name"])], tool_format) for tool in tools]
+    least = min(len(tokenizer(call, add_special_tokens=False)["input_ids"]) for call in calls) + 1
+    if cfg.rollout.max_tokens < least:
+        raise ConfigError(
+            f"rollout.max_tokens={cfg.rollout.max_tokens}: the shortest call of a tool of {cfg.env._target_} is "
+            f"{least} tokens as the model writes it, before any argument; raise it, to 128 for example"
+        )
+
+
 def as_prompts(records: Sequence[dict[str, Any]], first: int = 0) -> list[Prompt]:
     return [Prompt(index=index, token_ids=[], record=record) for index, record in enumerate(records, first)]
 
@@ -177,6 +190,7 @@ def try_first_task(cfg: Config, prepared: PreparedEnv, tokenizer: Any, prompt: P
                 f"{cfg.model.path} writes no tool calls that are known; say how the model writes them, as in "
                 "env.tool_format=hermes"
             )
+        require_room_for_calls(cfg, prepared.tool_format, observation.tools, tokenizer)
         messages = clip(observation.messages, cfg.env.observation_tokens, tokenizer)
         count = len(prepared.bridge.first(messages, observation.tools))
     except (EnvFault, TemplateError) as error:

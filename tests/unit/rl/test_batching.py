@@ -69,6 +69,7 @@ def test_collate_nothing_valid_raises_with_the_first_errors() -> None:
         collate([group])
     assert "reward_failed: KeyError: 'answer'" in str(caught.value)
     assert "engine_timeout: (no message)" in str(caught.value)
+    assert str(caught.value).endswith(f"The first of them:\n{group.trajectories[0].error}")
 
 
 # -- mini-batches --

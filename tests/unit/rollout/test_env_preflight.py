@@ -11,6 +11,7 @@ from conf.launch import compose
 from conf.schema import NO_REWARD, Config, DataConfig, EnvConfig, ModelConfig, RewardConfig, RolloutConfig, SftConfig
 from rollout.demonstrations import oracle_turns
 from rollout.environment import Action, Observation, StepResult, Task
+from rollout.played import task_of
 from rollout.preflight.environment import make_bridge, make_tasks, prepare_env, try_first_task
 from rollout.tools import ToolEnv, tool
 from tests.unit.rollout.agents import CHATML, FORGETFUL, chat_tokenizer
@@ -132,6 +133,7 @@ def test_records_of_the_data_are_tasks_too() -> None:
         ("SetForTask", {}, CHATML, r"make_task\('train', 0, 0\): Object of type set is not JSON serializable"),
         ("ExitForTask", {}, CHATML, r"make_task\('train', 0, 0\): SystemExit: 3"),
         ("Tools", {}, CHATML, "has tools, but env.tool_format=auto.*env.tool_format=hermes"),
+        ("Tools", {"tool_format": "hermes"}, CHATML, "rollout.max_tokens=16: the shortest call of a tool of .* is 5. "),
     ],
 )
 def test_environment_that_cannot_work_is_refused_at_launch(
@@ -139,6 +141,12 @@ def test_environment_that_cannot_work_is_refused_at_launch(
 ) -> None:
     with pytest.raises(ConfigError, match=f"(?s){message}"):
         prepare(config(target, **change), template)
+
+
+def test_held_out_tasks_share_no_seed_with_training_tasks() -> None:
+    train, held_out = make_tasks(config("Plain"))
+    seeds = [task_of(0, prompt).seed for prompt in (*train, *held_out)]
+    assert len(set(seeds)) == len(seeds) == 5
 
 
 @pytest.mark.parametrize("rewrite", [Rewrite.keep, Rewrite.fork])
