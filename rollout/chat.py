@@ -20,6 +20,7 @@ from rollout.tool_prompt import with_calls, with_tools
 PROBES = ("x", "ok.", " a b\n", "<b>{1}", "7", "<think>\na\n</think>\n\nb")
 SAID = "zqj"  # a text that no template has of itself
 DUMMY: list[Message] = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+CACHED_CHARS = 2000  # longer messages seldom come again, and thousands of them would fill the memory
 PROBE_TOOL: Tool = {
     "type": "function",
     "function": {"name": "probe_name", "description": "d", "parameters": {"type": "object", "properties": {}}},
@@ -85,7 +86,9 @@ class ChatBridge:
     def extend(self, action_ids: Sequence[int], messages: Sequence[Message]) -> Extension:
         """As Bridge."""
         close = [] if len(action_ids) and action_ids[-1] == self.end_of_turn else [self.end_of_turn]
-        return Extension(close=close, observation=list(self._cached(json.dumps(list(messages), sort_keys=True))))
+        dumped = json.dumps(list(messages), sort_keys=True)
+        found = self._cached(dumped) if len(dumped) <= CACHED_CHARS else self._render_extension(dumped)
+        return Extension(close=close, observation=list(found))
 
     def rewrites(self) -> str:
         """How the template renders a turn otherwise once it is history, as some strip their thinking; "" if not at all.

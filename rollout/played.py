@@ -42,10 +42,10 @@ def as_trajectory(played: Played) -> Trajectory:
     head.truncated = head.truncated or played.truncated
     head.transcript = played.transcript
     head.text = "\n".join(entry["text"] for entry in played.transcript if entry["kind"] == "action")
-    head.metrics = {"turns": float(tree.num_turns), "rows": float(len(rows)), "forks": float(tree.num_forks)}
     for name in {name for info in infos for name, value in info.items() if isinstance(value, int | float)}:
         values = [float(info[name]) for info in infos if isinstance(info.get(name), int | float)]
         head.metrics[name] = sum(values) / len(values)
+    head.metrics |= {"turns": float(tree.num_turns), "rows": float(len(rows)), "forks": float(tree.num_forks)}
     return head
 
 

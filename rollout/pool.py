@@ -157,10 +157,10 @@ class RolloutPool:
 
     async def _cancel_all(self) -> None:
         """Ends every task of the loop, then the loop."""
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        while tasks := asyncio.all_tasks() - {asyncio.current_task()}:  # those that end may have begun others
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
         self._loop.call_soon(self._loop.stop)
 
     # -- from outside the loop --

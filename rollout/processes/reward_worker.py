@@ -7,7 +7,6 @@ Messages are pickle to the worker, JSON [kind, value] back.
 import asyncio
 import inspect
 import json
-import math
 import numbers
 import os
 import pickle
@@ -24,6 +23,7 @@ from conf.imports import check_arguments, import_function
 from rollout.processes.worker import ERROR_CHARS, START_TIMEOUT_S, Worker, die_with_parent, receive, send, start_process
 
 # Kinds of reply. The first two answer the start, the others a request.
+MAX_REWARD = 3.4028234e38  # of float32, which batches are made of
 READY, REFUSED, REWARD, BAD_VALUE, RAISED = "ready", "refused", "reward", "bad_value", "raised"
 
 
@@ -108,7 +108,7 @@ async def _finish(value: Any) -> Any:
 
 
 def as_number(value: Any) -> float | None:
-    """A finite float from a bool, an int, a float or a 0-dimensional array or tensor; None from anything else."""
+    """A float, finite in float32 too, from a bool, an int, a float or a 0-dimensional array or tensor; else None."""
     if not isinstance(value, numbers.Real) and getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
         value = value.item()
     if not isinstance(value, numbers.Real):
@@ -117,4 +117,4 @@ def as_number(value: Any) -> float | None:
         number = float(value)
     except OverflowError:
         return None
-    return number if math.isfinite(number) else None
+    return number if abs(number) <= MAX_REWARD else None

@@ -55,7 +55,7 @@ def test_numbers_of_any_kind_are_rewards(reward: Any) -> None:
     assert type(result.reward) is float and result.reward == float(reward)
 
 
-@pytest.mark.parametrize("reward", [None, float("nan"), float("inf"), "0.5", [1.0], np.ones(1), 1j, 10**400])
+@pytest.mark.parametrize("reward", [None, float("nan"), float("inf"), "0.5", [1.0], np.ones(1), 1j, 10**400, 1e300])
 def test_what_is_no_finite_number_is_refused_with_the_value(reward: Any) -> None:
     with pytest.raises(EnvBadValue, match=r"step: reward must be a finite number, found .*\("):
         as_step_result(StepResult(reward=reward))

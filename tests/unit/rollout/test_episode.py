@@ -51,7 +51,7 @@ class Echo:
         if action.text == "boom":
             raise KeyError("a bug")
         reward = {"none": None, "nan": float("nan")}.get(action.text, self.reward_of_turn * self.turns)
-        info = {"length": len(action.text)}
+        info = {"length": len(action.text), "turns": 77}
         done = action.text == "stop"
         return StepResult(messages=user(f"heard {action.text}"), reward=reward, terminated=done, info=info)  # type: ignore[arg-type]
 
