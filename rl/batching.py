@@ -4,6 +4,7 @@ Any cut gives the same loss and gradient, because every divisor is a global coun
 """
 
 import math
+import re
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -14,11 +15,22 @@ import torch
 from conf.choices import Layout
 from rl.types import MAIN_AGENT, Batch, Group, Trajectory
 
-ERROR_CHARS = 2000  # of a traceback that is shown
+PLACE = re.compile(r'^  File "(.*)", line (\d+), in (.*)$', re.MULTILINE)  # in a traceback
 
 
 class NoValidTrajectories(RuntimeError):
-    """Every episode of a step failed: there is nothing to learn from."""
+    """Every episode of a step, those of `groups`, failed: there is nothing to learn from."""
+
+    def __init__(self, message: str, groups: Sequence[Group] = ()):
+        super().__init__(message)
+        self.groups = list(groups)
+
+
+def in_one_line(error: str) -> str:
+    """The last line of an error's text, with the innermost place that its traceback names."""
+    last = error.strip().splitlines()[-1] if error.strip() else "(no message)"
+    places = PLACE.findall(error)
+    return f"{last} ({places[-1][0]}:{places[-1][1]} in {places[-1][2]})" if places else last
 
 
 def collate(groups: Sequence[Group], reward_names: Sequence[str] = ()) -> Batch:
@@ -29,15 +41,11 @@ def collate(groups: Sequence[Group], reward_names: Sequence[str] = ()) -> Batch:
     """
     rows = [(g, member, row) for g in groups for member, t in enumerate(g.valid) for row in t.rows]
     if not rows:
-        errors = [
-            f"{t.status.value}: {t.error.strip().splitlines()[-1] if t.error.strip() else '(no message)'}"
-            for g in groups
-            for t in g.trajectories
-        ]
+        errors = [f"{t.status.value}: {in_one_line(t.error)}" for g in groups for t in g.trajectories]
         raise NoValidTrajectories(
             f"all {len(errors)} trajectories of this step failed, for example:\n  "
-            + "\n  ".join(dict.fromkeys(errors[:20]))
-            + f"\nThe first of them:\n{next(t.error for g in groups for t in g.trajectories)[-ERROR_CHARS:]}"
+            + "\n  ".join(dict.fromkeys(errors[:20])),
+            groups,
         )
     width = max(len(row.token_ids) for _, _, row in rows)
 

@@ -21,7 +21,7 @@ from actors.resume import Start, resolve_start
 from actors.roles import ActorPolicy, ActorReference
 from conf.launch import to_dict, to_yaml
 from conf.schema import Config
-from rl.batching import NoValidTrajectories
+from rl.batching import NoValidTrajectories, in_one_line
 from rl.faults import CheckpointError, ResourceError, RoleError, SyncError
 from rl.live import View, open_view
 from rl.loop import run as run_loop
@@ -239,7 +239,11 @@ class Session:
             made["reference"] = ActorReference(cfg, self.groups["policy"], "base_logprobs")
         self.reference: ActorReference | None = made.get("reference")
         roles = Roles(policy=self.policy, rollouts=self.pool, sync=sync, **made)
-        run_loop(cfg, roles, self.state, self.timer, self._before_first, self._after_step)
+        try:
+            run_loop(cfg, roles, self.state, self.timer, self._before_first, self._after_step)
+        except NoValidTrajectories as error:
+            self._write_samples(self.state.step + 1, error.groups)
+            raise
         if cfg.checkpoint.at_end and self.state.step % (cfg.checkpoint.every or self.state.step + 1):
             self._save()
         if cfg.checkpoint.export:
@@ -385,8 +389,8 @@ class Session:
         failed = [pair for pair in trajectories if not pair[1].valid]
         if failed and not self.failure_shown:
             self.failure_shown, (_, first) = True, failed[0]
-            reason = first.error.strip().splitlines()[-1] if first.error.strip() else "(no message)"
-            self.view.message(f"a sample failed ({first.status.value}): {reason}; this and further ones: {ROLLOUTS}")
+            told = f"{first.status.value}): {in_one_line(first.error)}"
+            self.view.message(f"a sample failed ({told}; this and further ones: {ROLLOUTS}")
         every = max(1, len(trajectories) // max(1, self.cfg.tracking.samples_per_step))
         shown = failed[:4] + trajectories[::every][: self.cfg.tracking.samples_per_step]
         with (self.start.run_dir / ROLLOUTS).open("a", encoding="utf-8", errors="replace") as file:

@@ -5,6 +5,7 @@ Cases B33 (bad episodes), B37 (resources that are not there), B42 (full disk), B
 
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -142,6 +143,9 @@ def test_rewards_that_all_fail_stop_the_run_with_the_users_exception(ended: dict
     assert "Traceback" not in run.err and len(run.err.splitlines()) < 10, run.err
     assert (run.status(), run.steps()) == ("failed", [])
     assert "the grader is out of order" in run.summary()["error"]
+    assert re.search(r"ValueError: the grader is out of order \(.*:\d+ in \w+\)", run.err)
+    kept = [json.loads(line) for line in (run.folder / "rollouts.jsonl").read_text().splitlines()]
+    assert kept and "Traceback" in kept[0]["error"]
 
 
 # Dead processes

@@ -14,6 +14,7 @@ from rl.batching import (
     NoValidTrajectories,
     collate,
     imbalance,
+    in_one_line,
     plan_micro_batches,
     row_work,
     split_mini_batches,
@@ -69,7 +70,14 @@ def test_collate_nothing_valid_raises_with_the_first_errors() -> None:
         collate([group])
     assert "reward_failed: KeyError: 'answer'" in str(caught.value)
     assert "engine_timeout: (no message)" in str(caught.value)
-    assert str(caught.value).endswith(f"The first of them:\n{group.trajectories[0].error}")
+    assert caught.value.groups == [group]
+
+
+def test_error_in_one_line_names_the_innermost_place() -> None:
+    trace = 'Traceback:\n  File "a.py", line 1, in f\n    f()\n  File "b.py", line 22, in step\nKeyError: 1\n'
+    assert in_one_line(trace) == "KeyError: 1 (b.py:22 in step)"
+    assert in_one_line("out of memory\n") == "out of memory"
+    assert in_one_line(" ") == "(no message)"
 
 
 # -- mini-batches --
