@@ -66,7 +66,7 @@ CALLS = (
 
 @dataclass(kw_only=True)
 class Tally:
-    """What has come of the episodes so far. rss: (episodes that were over, bytes of all processes, of this one)."""
+    """What has come of the episodes so far. rss: (episodes that were over, then what `memory` gives)."""
 
     results: Counter[int] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
@@ -193,16 +193,17 @@ def make_lane(task: Prompt, tokenizer: Any) -> InstantLane:
 
 
 def memory() -> tuple[int, int]:
-    """(bytes of memory of this process and of the environments' processes, of this one alone).
+    """(bytes of memory of this process and the median one of the environments', of this one alone).
 
-    What those have started themselves and left behind is theirs, and is counted by `num_marked`.
+    The median, since a process that makes an answer of 50 MB at the moment holds several times that, and the number of
+    these is chance. What they have started themselves and left behind is counted by `num_marked`.
     """
     own = psutil.Process()
-    total = mine = own.memory_info().rss
+    mine, others = own.memory_info().rss, [0]
     for child in own.children():
         with suppress(psutil.Error):
-            total += child.memory_info().rss
-    return total, mine
+            others.append(child.memory_info().rss)
+    return mine + int(np.median(others)), mine
 
 
 def held() -> tuple[int, int]:
