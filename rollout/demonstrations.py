@@ -55,8 +55,12 @@ def oracle_turns(cfg: Config, prepared: PreparedEnv, tokenizer: Any, num_tasks: 
 
 def in_format(text: str, format: str) -> str:
     """An oracle's turn with its calls, written as ToolEnv.call_text does, in another format. Raises ConfigError."""
+    if format == CALLS_AS:
+        return text
     action = parse(text, CALLS_AS)
-    return text if format == CALLS_AS or not action.tool_calls else render(action.tool_calls, format, action.content)
+    if not action.tool_calls or any(call.error for call in action.tool_calls):
+        return text  # it calls nothing, or is in the model's own format already
+    return render(action.tool_calls, format, action.content)
 
 
 async def _play(cfg: Config, prepared: PreparedEnv, tokenizer: Any, hosts: Hosts, task: Task) -> list[Pair]:

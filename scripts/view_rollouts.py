@@ -53,7 +53,7 @@ def load(path: Path) -> list[dict[str, Any]]:
     """All rollouts of a run. Raises OSError or ValueError, naming the file and line."""
     file = path / FILE if path.is_dir() else path
     rollouts = []
-    with file.open() as lines:
+    with file.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
             try:
                 rollouts.append(json.loads(line))

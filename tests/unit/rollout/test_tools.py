@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rollout.demonstrations import in_format
 from rollout.environment import Action, Environment, Observation, StepResult, Task, ToolCall
 from rollout.parameters import WrongValue, coerce, schema
-from rollout.tool_calls import parse
+from rollout.tool_calls import parse, render
 from rollout.tools import ToolEnv, ToolError, tool
 
 
@@ -399,6 +399,8 @@ def test_call_text_comes_back_as_the_call() -> None:
         (made,) = action.tool_calls
         assert (action.content, made.name, made.arguments) == ("So:", "look", {"where": "left"})
         assert in_format("no call", format) == "no call"
+    written = render([ToolCall(name="look", arguments={"where": "left"})], "xml")
+    assert in_format(written, "xml") == written
 
 
 def test_text_with_half_of_a_surrogate_pair_is_no_list() -> None:
