@@ -155,12 +155,7 @@ class ToolEnv:
         return as_text(await _awaited(getattr(self, call.name)(**arguments)))
 
     def _usage(self, name: str) -> str:
-        parameters = self.tool_schemas[name]["function"]["parameters"]
-        shown = [
-            f"{key}: {_shown_type(value)}" + ("" if key in parameters["required"] else " (optional)")
-            for key, value in parameters["properties"].items()
-        ]
-        return f"It is {name}({', '.join(shown)})."
+        return describe_usage(self.tool_schemas[name])
 
     def call_text(self, name: str, content: str = "", **arguments: Any) -> str:
         """The text of a turn that calls one tool, for `oracle`: as Hermes, whatever the model's format is."""
@@ -203,6 +198,17 @@ def describe_tool(owner: str, method: Callable[..., Any]) -> tuple[Tool, dict[st
         "parameters": {"type": "object", "properties": properties, "required": required},
     }
     return {"type": "function", "function": function}, {name: hints[name] for name in properties}
+
+
+def describe_usage(tool: Tool) -> str:
+    """The call as one would write it, for messages to the model."""
+    function = tool["function"]
+    required = function["parameters"].get("required", [])
+    shown = [
+        f"{key}: {_shown_type(value)}" + ("" if key in required else " (optional)")
+        for key, value in function["parameters"].get("properties", {}).items()
+    ]
+    return f"It is {function['name']}({', '.join(shown)})."
 
 
 def _shown_type(parameter: dict[str, Any]) -> str:

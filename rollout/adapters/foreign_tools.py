@@ -9,7 +9,7 @@ import referencing
 
 from conf.imports import nearest
 from rollout.environment import Action, StepResult, Tool, ToolCall
-from rollout.tools import ToolEnv, ToolError
+from rollout.tools import ToolEnv, ToolError, describe_usage
 
 MAX_ERROR_CHARS = 300
 
@@ -76,17 +76,6 @@ def checked_arguments(call: ToolCall, tools: dict[str, Tool]) -> dict[str, Any]:
     return arguments
 
 
-def describe_usage(tool: Tool) -> str:
-    """The call as one would write it, for messages to the model."""
-    function = tool["function"]
-    required = function["parameters"].get("required", [])
-    shown = [
-        f"{key}: {_kind(value)}" + ("" if key in required else " (optional)")
-        for key, value in function["parameters"].get("properties", {}).items()
-    ]
-    return f"It is {function['name']}({', '.join(shown)})."
-
-
 def _from_text(value: Any, schema: dict[str, Any]) -> Any:
     if not isinstance(value, str) or _takes_text(schema):
         return value
@@ -101,11 +90,3 @@ def _takes_text(schema: dict[str, Any]) -> bool:
         return any(_takes_text(member) for member in schema["anyOf"])
     kinds = schema.get("type", "string")
     return "string" in ([kinds] if isinstance(kinds, str) else kinds) and "$ref" not in schema
-
-
-def _kind(schema: dict[str, Any]) -> str:
-    if "enum" in schema:
-        return " or ".join(json.dumps(choice, ensure_ascii=False) for choice in schema["enum"])
-    if "anyOf" in schema:
-        return " or ".join(_kind(member) for member in schema["anyOf"])
-    return str(schema.get("type", "any"))
