@@ -7,7 +7,7 @@ has caused (an exception of the environment, a value that is no reward) is kept 
 
 import asyncio
 import traceback
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from conf.schema import EnvConfig
@@ -128,10 +128,15 @@ def engine_failure(outcome: Outcome) -> EpisodeFailed:
 
 def require_each_named(played: Played) -> None:
     """Raises EpisodeFailed when rewards were given by name, and not to each of those who acted."""
-    agents = {segment.agent for segment in played.tree.segments if segment.turn >= 0}
-    if isinstance(played.outcome, dict) and (missing := agents - played.outcome.keys()):
-        named, acted = ", ".join(sorted(played.outcome)) or "nobody", ", ".join(sorted(missing))
-        what = f"rewards were given for {named}, and none for {acted}, who acted"
+    if isinstance(played.outcome, dict):
+        require_rewards(played.outcome, {segment.agent for segment in played.tree.segments if segment.turn >= 0})
+
+
+def require_rewards(named: Iterable[str], agents: set[str]) -> None:
+    """Raises EpisodeFailed when rewards are given for those `named`, and not for each of `agents`, who acted."""
+    if missing := agents - set(named):
+        given, acted = ", ".join(sorted(named)) or "nobody", ", ".join(sorted(missing))
+        what = f"rewards were given for {given}, and none for {acted}, who acted"
         raise EpisodeFailed(Status.env_bad_value, what, again=False)
 
 

@@ -8,7 +8,7 @@ from conf.schema import Config
 from rl.types import Prompt, Sampling, Status, Trajectory
 from rollout.agents.request import MODEL
 from rollout.agents.session import Session, Speech
-from rollout.attempts import Attempts, EpisodeFailed, Host, Hosts
+from rollout.attempts import Attempts, EpisodeFailed, Host, Hosts, require_rewards
 from rollout.chat import Bridge
 from rollout.endpoint import Endpoint
 from rollout.played import Played, task_of
@@ -84,8 +84,5 @@ def add_up(outcomes: Sequence[Outcome], agents: set[str]) -> Outcome:
     named = set[str]().union(*(outcome for outcome in outcomes if isinstance(outcome, dict)))
     if not any(isinstance(outcome, dict) for outcome in outcomes):
         return sum(outcome for outcome in outcomes if not isinstance(outcome, dict))
-    if missing := agents - named:
-        given, acted = ", ".join(sorted(named)) or "nobody", ", ".join(sorted(missing))
-        what = f"rewards were given for {given}, and none for {acted}, who acted"
-        raise EpisodeFailed(Status.env_bad_value, what, again=False)
+    require_rewards(named, agents)
     return {name: sum(part.get(name, 0.0) if isinstance(part, dict) else part for part in outcomes) for name in named}
