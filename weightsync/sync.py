@@ -7,8 +7,10 @@ restarted and gets another; fails it then too, it is given up.
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from itertools import islice, zip_longest
 from typing import Any
 
@@ -17,9 +19,10 @@ from conf.schema import SyncConfig
 from rl.faults import RoleError, SyncError, reason_of
 from rl.roles import Metrics
 from weightsync.channels.disk import folder_wanted
-from weightsync.plan import TWO_DRIVERS, Item, Link, Seat, Wanted, fingerprint, narrowed, turns_of
+from weightsync.plan import TWO_DRIVERS, Item, Link, Seat, Stream, Turn, Wanted, fingerprint, narrowed, turns_of
 from weightsync.planner import distinct, require_whole
 from weightsync.report import Delivery, SyncReport, memcpy_gb_s
+from weightsync.sender import NUM_SLOTS
 from weightsync.sides import VERSIONS_KEPT, Sink, Source
 
 TRAINER = "the policy's ranks"
@@ -288,14 +291,16 @@ class WeightSync:
         name, version = self._name, report.version
         with report.timed("pause"):
             self._step("pause", done, lambda sink: sink.pause(), before_last_byte=True)
-        with report.timed("begin"):
-            self._step("begin", done, lambda sink: sink.begin_update(name, version, modules), before_last_byte=True)
             if not done.left:
                 return done
+        with report.timed("begin"):
+            beginning = {sink.name: sink.begin_update(name, version, modules) for sink in done.left}
             self._trainer("begin", self.source.begin_push(name, version, modules))
             taken()
+            sending = self._sending(done.left, modules)  # the ranks pack while the engines begin
+            self._settle("begin", beginning, done, before_last_byte=True)
         with report.timed("transfer"):
-            held = self._send(done, modules, report)
+            held = self._send(done, sending, report)
             if not done.left:
                 return done
         with report.timed("finish"):
@@ -328,9 +333,9 @@ class WeightSync:
         for old in sorted(self._expected)[:-VERSIONS_KEPT]:
             del self._expected[old]
 
-    def _send(self, done: Delivery, modules: list[str] | None, report: SyncReport) -> dict[int, Held]:
-        """All rounds of a push; what each reader was sent."""
-        readers = self._readers_of(done.left)
+    def _sending(self, sinks: Sequence[Sink], modules: list[str] | None) -> "Sending":
+        """The rounds of a push to these engines, of which the ranks pack the first ones."""
+        readers = self._readers_of(sinks)
         streams = {
             (link.rank, stream.reader): narrowed(stream, modules)
             for link in self.links
@@ -338,29 +343,42 @@ class WeightSync:
             if stream.reader in readers
         }
         own = [turns_of([s for (rank, _), s in streams.items() if rank == link.rank], link.rank) for link in self.links]
-        rounds = list(zip_longest(*own))
-        held: dict[int, Held] = {reader: {} for reader in readers}
-        packed = self.source.pack(self._name, list(rounds[0])) if rounds else None
+        rounds = [list(turns) for turns in zip_longest(*own)]
+        return Sending(streams, rounds, [self.source.pack(self._name, turns) for turns in rounds[:NUM_SLOTS]])
+
+    def _send(self, done: Delivery, sending: "Sending", report: SyncReport) -> dict[int, Held]:
+        """All rounds of a push; what each reader was sent.
+
+        Engines are told of a round when it is packed, and so have the next one at hand when they are done with one;
+        the ranks pack a round when what was in its slot has been read.
+        """
+        held: dict[int, Held] = {reader: {} for _, reader in sending.streams}
+        loading: deque[tuple[str, dict[str, Future[Any]]]] = deque()  # of rounds that are still in the slots
         probing: Future[list[float]] | None = None
-        for number in range(len(rounds)):
-            assert packed is not None
-            items: list[Item] = [i for i in self._trainer(f"pack round {number}", packed) if i is not None]
+        for number in range(len(sending.rounds)):
+            packed = self._trainer(f"pack round {number}", sending.packed[number])
+            items: list[Item] = [item for item in packed if item is not None]
             for item in items:
                 held[item.reader] |= {(item.rank, item.number, nth): d for nth, d in enumerate(item.digests)}
-                report.num_bytes += streams[item.rank, item.reader].buckets[item.number].num_sent
-            loading = {}
-            for sink in done.left:
-                own_readers = self._readers_of([sink])
-                loading[sink.name] = sink.load(self._name, [item for item in items if item.reader in own_readers])
-            if number + 1 < len(rounds):
-                packed = self.source.pack(self._name, list(rounds[number + 1]))
+                report.num_bytes += sending.streams[item.rank, item.reader].buckets[item.number].num_sent
+            own = {sink.name: self._readers_of([sink]) for sink in done.left}
+            loads = {
+                sink.name: sink.load(self._name, [item for item in items if item.reader in own[sink.name]])
+                for sink in done.left
+            }
+            loading.append((f"load round {number}", loads))
             if probing is None and report.version not in self._expected:
                 probing = self.source.probe(self.probe_row)  # while the engines load
-            _, down = self._wait(f"load round {number}", loading, self.cfg.timeout_s)
-            done.drop(down, cuts_off=self.cfg.channel is Channel.collective)
+            if len(loading) == NUM_SLOTS:
+                self._settle(*loading.popleft(), done, before_last_byte=True)
             if not done.left:
-                self._wait("pack", {TRAINER: packed}, self.cfg.timeout_s)  # nobody wants it, but it must be over
                 break
+            if len(sending.packed) == number + 1 < len(sending.rounds):
+                sending.packed.append(self.source.pack(self._name, sending.rounds[number + 1]))
+        while loading:
+            self._settle(*loading.popleft(), done, before_last_byte=True)
+        if not done.left:
+            wait(sending.packed, timeout=self.cfg.timeout_s)  # nobody wants it any more, but it must be over
         if probing is not None:
             self._expect(report.version, probing)
         return held
@@ -368,11 +386,19 @@ class WeightSync:
     def _step(
         self, phase: str, done: Delivery, call: Callable[[Sink], Future[Any]], before_last_byte: bool = False
     ) -> dict[str, Any]:
-        """Results of a call to every engine that is left, by its name; those that fail are dropped.
+        """As `_settle`, of a call to every engine that is left."""
+        return self._settle(phase, {sink.name: call(sink) for sink in done.left}, done, before_last_byte)
+
+    def _settle(
+        self, phase: str, calls: dict[str, Future[Any]], done: Delivery, before_last_byte: bool = False
+    ) -> dict[str, Any]:
+        """Results of calls to engines, by their names; those of engines that are left and fail are dropped.
 
         `before_last_byte`: of a broadcast, which an engine that fails would keep from reaching the others.
         """
-        results, down = self._each(phase, done.left, call, self.cfg.timeout_s)
+        left = {sink.name for sink in done.left}
+        awaited = {name: call for name, call in calls.items() if name in left}
+        results, down = self._wait(phase, awaited, self.cfg.timeout_s)
         done.drop(down, cuts_off=before_last_byte and self.cfg.channel is Channel.collective)
         return results
 
@@ -426,6 +452,15 @@ class WeightSync:
                 said = str(error) if isinstance(error, RoleError) else f"{name} failed: {reason_of(error, name)}"
                 failed[name] = self._text(phase, "; ".join([said, *getattr(error, "__notes__", [])]))
         return results, failed
+
+
+@dataclass
+class Sending:
+    """The rounds of a push: streams by (rank, reader), the ranks' turns, and the rounds that are packed or will be."""
+
+    streams: dict[tuple[int, int], Stream]
+    rounds: list[list[Turn | None]]
+    packed: list[Future[list[Item | None]]]
 
 
 def in_thread(work: Callable[[], Metrics], name: str) -> Future[Metrics]:

@@ -50,6 +50,7 @@ from tests.integration.real import (
     submit,
 )
 from weightsync.plan import Item, Turn
+from weightsync.sender import NUM_SLOTS
 from weightsync.sync import WeightSync
 
 # Slow: half a minute each, beside the start of the engines. tests/numerics/test_sync.py does two of them with its own.
@@ -193,7 +194,7 @@ def strike_and_mend(
 
 
 class Killing(Around):
-    """A source of which a rank is killed once the second round has begun."""
+    """A source of which a rank is killed once engines have loaded the first round."""
 
     def __init__(self, inner: ActorPolicy):
         super().__init__(inner)
@@ -201,7 +202,7 @@ class Killing(Around):
 
     def pack(self, name: str, turns: list[Turn | None]) -> Future[list[Item | None]]:
         self.rounds += 1
-        if self.rounds == 2:
+        if self.rounds == NUM_SLOTS + 1:
             ray.kill(self.inner.group.actors[1])
         return self.inner.pack(name, turns)
 
@@ -221,7 +222,7 @@ def kill_rank(world: World, tmp_path: Path, channel: Channel) -> None:
     (group,) = start_ranks(next(iter(world.groups.values())).cluster, [cfg], world.folders["tied-2"]).values()
     sent = under_way(handles, seed=5)
     sync = connected(Killing(ActorPolicy(cfg, group)), handles, cfg)
-    with pytest.raises(SyncError, match=r"push of version 2, phase (pack round 1|probe): .*policy rank 1"):
+    with pytest.raises(SyncError, match=r"push of version 2, phase (pack round 2|probe): .*policy rank 1"):
         sync.push(2)
     group.stop()
     for handle in handles:
