@@ -634,7 +634,7 @@ class SyncConfig:
         "ranks copy their weights (two versions, in host memory) and train on while engines load; allows a rollback",
     )
     one_by_one: bool = option(False, "update the engines one after another, while the others go on sampling")
-    probe_tokens: int = option(16, "length of the row whose log-probabilities are compared after each push")
+    probe_tokens: int = option(8, "length of the row whose log-probabilities are compared after each push")
     probe_limit: float = option(
         0.0, "largest |engine - trainer| on the probe row; 0 chooses 1e-3 (float32) or 0.5 (bfloat16)"
     )
