@@ -166,6 +166,25 @@ def narrowed(stream: Stream, modules: Collection[str] | None) -> Stream:
     return replace(stream, buckets={number: bucket for number, bucket in left.items() if bucket.segments})
 
 
+def whole_modules(bucket: Bucket, wanted: Wanted, expected: dict[str, int]) -> dict[str, dict[int, int]]:
+    """The modules of which a bucket has everything, each buffer's bytes together and in order: where these begin, by
+    the buffer's number.
+
+    The bucket was made for this reader; `expected` has the elements of each module.
+    """
+    m = bucket.moves
+    dense = (m.target_col == 1) & ((m.count == 1) | (m.target_row == m.length))
+    start = bucket.offset - m.target_at * wanted.item_bytes(m.target)
+    found: dict[str, dict[int, int]] = {}
+    for s in bucket.segments:
+        own = slice(s.first, s.last)
+        places = set(zip(m.target[own].tolist(), start[own].tolist(), strict=True))
+        starts = dict(places)
+        if dense[own].all() and len(starts) == len(places) and m.num_elements[own].sum() == expected[s.module]:
+            found[s.module] = starts
+    return found
+
+
 def aligned(nbytes: Any) -> Any:
     """Bytes rounded up to a multiple of ALIGN_BYTES: a number, or many."""
     return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES

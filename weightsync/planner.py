@@ -86,10 +86,11 @@ class RankPlan:
 def plan_rank(held: Regions, readers: Readers, slot_bytes: int) -> RankPlan:
     """What a rank that holds `held` sends to each reader, in buckets of at most `slot_bytes`."""
     moves = intersect(held, readers.regions)
-    moves = moves.take(np.argsort(readers.module[moves.target], kind="stable"))
+    # As they lie in the module: what a bucket has whole can be used where it lies.
+    moves = moves.take(np.lexsort((moves.target_at, moves.target, readers.module[moves.target])))
     moves = split_large(moves, readers.item_bytes[moves.target], slot_bytes)
     sizes = aligned(moves.num_elements * readers.item_bytes[moves.target])
-    reader = readers.reader[moves.target]
+    reader, module = readers.reader[moves.target], readers.module[moves.target]
     ends = np.cumsum(sizes)
     begin = []
     for number in np.unique(reader).tolist():
@@ -97,9 +98,23 @@ def plan_rank(held: Regions, readers: Readers, slot_bytes: int) -> RankPlan:
         while first < stop:
             begin.append(first)
             room = int(ends[first] - sizes[first]) + slot_bytes
-            first = min(int(np.searchsorted(ends, room, side="right")), stop)
+            first = whole_until(
+                module, ends, first, min(int(np.searchsorted(ends, room, side="right")), stop), slot_bytes
+            )
     own = Moves(**{**vars(moves), "target": moves.target - readers.first[moves.target]})
     return RankPlan(moves=own, reader=reader, sizes=sizes, begin=np.array(begin, np.int64))
+
+
+def whole_until(module: Ints, ends: Ints, first: int, cut: int, slot_bytes: int) -> int:
+    """Where a bucket of the moves [first, cut) ends instead, if a module that fits into the next would be cut.
+
+    `module` and `ends` are by move: its module's number, which ascends, and the bytes up to its end.
+    """
+    if cut == len(module) or module[cut] != module[cut - 1]:
+        return cut
+    begin, end = np.searchsorted(module, [module[cut], module[cut] + 1]).tolist()
+    fits = ends[end - 1] - ends[begin - 1] <= slot_bytes if begin > first else False
+    return begin if fits else cut
 
 
 def streams_of(plan: RankPlan, wants: Sequence[Wanted]) -> tuple[Stream, ...]:

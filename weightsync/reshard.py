@@ -98,7 +98,7 @@ def copy(
     memory = torch.zeros(stream.max_bytes, dtype=torch.uint8)
     targets, signed = [plain(flat) for flat in flats], {}
     for number, bucket in stream.buckets.items():
-        signed[number] = fill(memory, bucket, held.reads, target.wanted)
+        signed[number] = fill(memory, bucket, held.reads, target.wanted, at_once=False)
         spread(memory, bucket, targets, target.wanted)
         copied(bucket.nbytes)
         held.release()

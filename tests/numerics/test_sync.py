@@ -425,6 +425,28 @@ class Held(Around):
         return in_thread(wait)
 
 
+def keep_what_is_lent(worker: Any) -> None:
+    """Has the next weight that vLLM deals with live on, which no method of vLLM does with these."""
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    usual = UnquantizedLinearMethod.process_weights_after_loading
+
+    def once(method: Any, layer: Any) -> None:
+        UnquantizedLinearMethod.process_weights_after_loading = usual
+        worker.kept = layer.weight.detach()
+        usual(method, layer)
+
+    UnquantizedLinearMethod.process_weights_after_loading = once
+
+
+def test_bytes_that_vllm_goes_on_using_are_copied_instead(world: World) -> None:
+    policy, handles = bucketed(world, "untied", 1), world.handles("untied")
+    for handle in handles:
+        ray.get(handle.actor._rpc.remote(keep_what_is_lent))
+    why = r"push of version 6, phase load .*UnquantizedLinearMethod goes on using bytes of model\..*they are copied"
+    mended(policy, handles, world.folders["untied-1"], why)
+
+
 def test_engine_that_is_killed_comes_back_with_the_weights(world: World) -> None:
     policy, handles = world.policy("untied-1"), world.handles("untied")
     sync = connect(policy, handles, PROBE)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightsync.plan import ITEM_BYTES, Buffer, PlanError, Stream, Wanted, narrowed, turns_of
+from weightsync.plan import ITEM_BYTES, Buffer, PlanError, Stream, Wanted, narrowed, turns_of, whole_modules
 from weightsync.planner import plan_streams, require_whole
 from weightsync.regions import Regions
 
@@ -151,3 +151,41 @@ def test_element_sent_twice_is_named() -> None:
 
 def test_dtypes_have_the_sizes_of_torch() -> None:
     assert {name: getattr(torch, name).itemsize for name in ITEM_BYTES} == ITEM_BYTES
+
+
+@given(st.integers(1, 3), st.sampled_from([1, 2]), st.sampled_from([100, 200, 10_000]))
+def test_module_that_a_bucket_has_whole_lies_there_as_in_the_worker(ranks: int, parts: int, bucket_bytes: int) -> None:
+    want = wanted(parts - 1, parts)
+    expected = dict.fromkeys(want.modules, 0)
+    for buffer, size in zip(want.regions.buffer.tolist(), want.regions.num_elements.tolist(), strict=True):
+        expected[want.buffers[buffer].module] += size
+    found = set()
+    for holds in zero3(ranks):
+        for stream in plan_streams(holds, [want], bucket_bytes):
+            for bucket in stream.buckets.values():
+                m = bucket.moves
+                for module, starts in whole_modules(bucket, want, expected).items():
+                    found.add(module)
+                    (segment,) = (s for s in bucket.segments if s.module == module)
+                    for k in range(segment.first, segment.last):
+                        buffer = int(m.target[k])
+                        item = int(want.item_bytes(m.target[k : k + 1])[0])
+                        for run in range(int(m.count[k])):
+                            in_worker = int(m.target_at[k] + run * m.target_row[k])
+                            in_bucket = int(bucket.offset[k]) + run * int(m.length[k]) * item
+                            assert in_bucket == starts[buffer] + in_worker * item
+    if ranks == 1 and bucket_bytes == 10_000:
+        assert found == set(want.modules)
+
+
+@given(st.integers(1, 3), st.sampled_from([1, 2]), st.sampled_from([48, 100, 150, 200, 300]))
+def test_module_that_fits_into_a_bucket_is_not_cut(ranks: int, parts: int, bucket_bytes: int) -> None:
+    wants = [wanted(part, parts) for part in range(parts)]
+    for holds in zero3(ranks):
+        for stream in plan_streams(holds, wants, bucket_bytes):
+            sizes: dict[str, list[int]] = {}
+            for bucket in stream.buckets.values():
+                assert bucket.nbytes <= bucket_bytes
+                for segment in bucket.segments:
+                    sizes.setdefault(segment.module, []).append(segment.end - segment.begin)
+            assert all(len(cuts) == 1 for cuts in sizes.values() if sum(cuts) <= bucket_bytes)
