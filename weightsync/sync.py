@@ -10,8 +10,6 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
-from itertools import islice, zip_longest
 from typing import Any
 
 from conf.choices import Channel
@@ -19,14 +17,14 @@ from conf.schema import SyncConfig
 from rl.faults import RoleError, SyncError, reason_of
 from rl.roles import Metrics
 from weightsync.channels.disk import folder_wanted
-from weightsync.plan import TWO_DRIVERS, Item, Link, Seat, Stream, Turn, Wanted, fingerprint, narrowed, turns_of
-from weightsync.planner import distinct, require_whole
+from weightsync.connection import Connection, Held, Streams, seat_workers
+from weightsync.plan import TWO_DRIVERS, Item, Link, Turn
+from weightsync.planner import require_whole
 from weightsync.report import Delivery, SyncReport, memcpy_gb_s
 from weightsync.sender import NUM_SLOTS
 from weightsync.sides import VERSIONS_KEPT, Sink, Source
 
 TRAINER = "the policy's ranks"
-Held = dict[tuple[int, int, int], int]  # digests by (rank, bucket, segment)
 
 
 class WeightSync:
@@ -57,6 +55,7 @@ class WeightSync:
         self.probe_row, self.probe_limit = probe_row, probe_limit
         self.lost: dict[str, str] = {}  # engines that were given up, and why
         self.report: SyncReport | None = None  # of the last push, or the one that is going on
+        self.connection: Connection | None = None
         self._memcpy_gb_s = memcpy_gb_s()
         self._since_whole = 0  # pushes since the last whole one to everybody, that one included; 0: none
         self._expected: dict[int, list[float]] = {}  # the trainer's log-probabilities of the probe row, by version
@@ -69,6 +68,11 @@ class WeightSync:
     @property
     def living(self) -> list[Sink]:
         return [sink for sink in self.sinks if sink.name not in self.lost]
+
+    @property
+    def links(self) -> list[Link]:
+        """What the ranks send to whom, as it was planned last."""
+        return [] if self.connection is None else self.connection.links
 
     @property
     def num_bytes(self) -> int:
@@ -133,7 +137,6 @@ class WeightSync:
         """`taken` is called once the weights may change; `again`: those of a version that was pushed before."""
         report = SyncReport(
             version=version,
-            num_modules=len(self._modules),
             lost=dict(self.lost),
             memcpy_gb_s=self._memcpy_gb_s,
         )
@@ -143,7 +146,7 @@ class WeightSync:
                 self._trainer("snapshot", self.source.take(version))
                 self._expect(version, self.source.probe(self.probe_row))
         failed: dict[str, str] = {}
-        if {sink.name for sink in self.living} != self._connected:
+        if {sink.name for sink in self.living} != self._connected():
             paused = Delivery(left=self.living)
             self._note_pause(paused.left, report)
             self._step("pause", paused, lambda sink: sink.pause())  # one that cannot connect must not sample either
@@ -154,7 +157,9 @@ class WeightSync:
             with report.timed("detect"):
                 changed = self._trainer("compare", self.source.changed(version))
             modules = sorted({module for rank in changed for module in rank})
-        report.modules = len(self._modules if modules is None else modules)
+        if self.connection is not None:
+            report.num_modules = len(self.connection.modules)
+            report.modules = report.num_modules if modules is None else len(modules)
         since_whole, self._since_whole = self._since_whole, 0  # if the trainer fails now, the next push must be whole
         cut_off: list[Sink] = []
         for sinks in [[sink] for sink in ready] if self.cfg.one_by_one else [ready]:
@@ -223,20 +228,25 @@ class WeightSync:
         wants, failed = self._each(
             "plan", sinks, lambda sink: sink.wanted(shapes, self.source.dtype), self.cfg.timeout_s
         )
-        readers, sizes, seats = self._seat(shapes, wants)
-        self._seats, self._connected, self._since_whole = seats, set(seats), 0
-        if not seats:
+        self.connection, self._since_whole = None, 0
+        if not wants:
             return failed
-        self._name = uuid.uuid4().hex[:8]
-        self.links = self.source.plan(readers, sizes, self._name)
-        require_whole((stream for link in self.links for stream in link.streams), readers)
-        self._modules = sorted({module for wanted in readers for module in wanted.modules})
+        if self.cfg.channel is Channel.disk:  # the folder is the only reader, and all workers read it
+            workers = [wanted for found in wants.values() for wanted in found]
+            folder = folder_wanted(shapes, self.source.dtype, workers)
+            wants = {name: [folder] * len(found) for name, found in wants.items()}
+        readers, sizes, seats = seat_workers(wants)
+        name = uuid.uuid4().hex[:8]
+        links = self.source.plan(readers, sizes, name)
+        require_whole((stream for link in links for stream in link.streams), readers)
+        modules = sorted({module for wanted in readers for module in wanted.modules})
+        new = self.connection = Connection(name=name, links=links, seats=seats, modules=modules)
         met = self.source.connect()
         answering = [sink for sink in sinks if sink.name in seats]
-        self._reads, down = self._each(
+        new.reads, down = self._each(
             "connect",
             answering,
-            lambda sink: sink.connect(self._name, seats[sink.name], self._links_to(sink)),
+            lambda sink: sink.connect(name, seats[sink.name], new.links_to(sink.name)),
             self.patience_s,
         )
         try:
@@ -244,37 +254,13 @@ class WeightSync:
         except SyncError as error:
             if not down:
                 raise
-            down = {sink.name: str(error) for sink in answering} | down  # the ranks met none of them
-        self._connected -= down.keys()
+            new.reads = {}  # the ranks met none of them
+            down = {sink.name: str(error) for sink in answering} | down
         return failed | down
 
-    def _seat(
-        self, shapes: dict[str, tuple[int, ...]], wants: dict[str, list[Wanted]]
-    ) -> tuple[list[Wanted], list[int], dict[str, list[Seat]]]:
-        """(readers, workers of each, the engines' seats): workers that want the same are one reader.
-
-        Through a folder (sync.channel=disk) that is the only reader, and all workers read it.
-        """
-        if self.cfg.channel is Channel.disk and wants:
-            workers = [wanted for found in wants.values() for wanted in found]
-            folder = folder_wanted(shapes, self.source.dtype, workers)
-            wants = {name: [folder] * len(found) for name, found in wants.items()}
-        readers, which = distinct(wanted for found in wants.values() for wanted in found)
-        sizes = [0] * len(readers)
-        seats: dict[str, list[Seat]] = {}
-        left = iter(which)
-        for name, found in wants.items():
-            seats[name] = []
-            for number in islice(left, len(found)):
-                seats[name].append(Seat(reader=number, member=sizes[number]))
-                sizes[number] += 1
-        return readers, sizes, seats
-
-    def _readers_of(self, sinks: Sequence[Sink]) -> set[int]:
-        return {seat.reader for sink in sinks for seat in self._seats[sink.name]}
-
-    def _links_to(self, sink: Sink) -> list[Link]:
-        return [link.to(self._readers_of([sink])) for link in self.links]
+    def _connected(self) -> set[str]:
+        """Names of the engines that a push can reach."""
+        return set() if self.connection is None else set(self.connection.reads)
 
     def _deliver(
         self,
@@ -288,28 +274,28 @@ class WeightSync:
         if not self.cfg.snapshot:
             self._expected.pop(report.version, None)
         self._note_pause(sinks, report)
-        name, version = self._name, report.version
+        version = report.version
         with report.timed("pause"):
             self._step("pause", done, lambda sink: sink.pause(), before_last_byte=True)
             if not done.left:
                 return done
         with report.timed("begin"):
+            assert self.connection is not None
+            name = self.connection.name
             beginning = {sink.name: sink.begin_update(name, version, modules) for sink in done.left}
             self._trainer("begin", self.source.begin_push(name, version, modules))
             taken()
-            sending = self._sending(done.left, modules)  # the ranks pack while the engines begin
+            streams, rounds = self.connection.rounds_to([sink.name for sink in done.left], modules)
+            packed = [self.source.pack(name, turns) for turns in rounds[:NUM_SLOTS]]  # while the engines begin
             self._settle("begin", beginning, done, before_last_byte=True)
         with report.timed("transfer"):
-            held = self._send(done, sending, report)
+            held = self._send(done, streams, rounds, packed, report)
             if not done.left:
                 return done
         with report.timed("finish"):
             prints = self._step("finish", done, lambda sink: sink.finish_update(name, version))
         for sink in list(done.left):
-            wanted = [
-                fingerprint({key: digest for key, digest in held[seat.reader].items() if key[:2] in reads})
-                for seat, reads in zip(self._seats[sink.name], self._reads[sink.name], strict=True)
-            ]
+            wanted = self.connection.fingerprints(sink.name, held)
             if prints[sink.name] != wanted:
                 why = self._text("finish", f"{sink.name} holds {prints[sink.name]}, sent were {wanted}")
                 done.drop({sink.name: why})
@@ -333,37 +319,33 @@ class WeightSync:
         for old in sorted(self._expected)[:-VERSIONS_KEPT]:
             del self._expected[old]
 
-    def _sending(self, sinks: Sequence[Sink], modules: list[str] | None) -> "Sending":
-        """The rounds of a push to these engines, of which the ranks pack the first ones."""
-        readers = self._readers_of(sinks)
-        streams = {
-            (link.rank, stream.reader): narrowed(stream, modules)
-            for link in self.links
-            for stream in link.streams
-            if stream.reader in readers
-        }
-        own = [turns_of([s for (rank, _), s in streams.items() if rank == link.rank], link.rank) for link in self.links]
-        rounds = [list(turns) for turns in zip_longest(*own)]
-        return Sending(streams, rounds, [self.source.pack(self._name, turns) for turns in rounds[:NUM_SLOTS]])
-
-    def _send(self, done: Delivery, sending: "Sending", report: SyncReport) -> dict[int, Held]:
-        """All rounds of a push; what each reader was sent.
+    def _send(
+        self,
+        done: Delivery,
+        streams: Streams,
+        rounds: Sequence[list[Turn | None]],
+        packed: list[Future[list[Item | None]]],
+        report: SyncReport,
+    ) -> dict[int, Held]:
+        """All rounds of a push, of which those in `packed` are under way; what each reader was sent.
 
         Engines are told of a round when it is packed, and so have the next one at hand when they are done with one;
         the ranks pack a round when what was in its slot has been read.
         """
-        held: dict[int, Held] = {reader: {} for _, reader in sending.streams}
+        assert self.connection is not None
+        name, readers_of = self.connection.name, self.connection.readers_of
+        held: dict[int, Held] = {reader: {} for _, reader in streams}
         loading: deque[tuple[str, dict[str, Future[Any]]]] = deque()  # of rounds that are still in the slots
         probing: Future[list[float]] | None = None
-        for number in range(len(sending.rounds)):
-            packed = self._trainer(f"pack round {number}", sending.packed[number])
-            items: list[Item] = [item for item in packed if item is not None]
+        for number in range(len(rounds)):
+            packs = self._trainer(f"pack round {number}", packed[number])
+            items: list[Item] = [item for item in packs if item is not None]
             for item in items:
                 held[item.reader] |= {(item.rank, item.number, nth): d for nth, d in enumerate(item.digests)}
-                report.num_bytes += sending.streams[item.rank, item.reader].buckets[item.number].num_sent
-            own = {sink.name: self._readers_of([sink]) for sink in done.left}
+                report.num_bytes += streams[item.rank, item.reader].buckets[item.number].num_sent
+            own = {sink.name: readers_of([sink.name]) for sink in done.left}
             loads = {
-                sink.name: sink.load(self._name, [item for item in items if item.reader in own[sink.name]])
+                sink.name: sink.load(name, [item for item in items if item.reader in own[sink.name]])
                 for sink in done.left
             }
             loading.append((f"load round {number}", loads))
@@ -373,12 +355,12 @@ class WeightSync:
                 self._settle(*loading.popleft(), done, before_last_byte=True)
             if not done.left:
                 break
-            if len(sending.packed) == number + 1 < len(sending.rounds):
-                sending.packed.append(self.source.pack(self._name, sending.rounds[number + 1]))
+            if len(packed) == number + 1 < len(rounds):
+                packed.append(self.source.pack(name, rounds[number + 1]))
         while loading:
             self._settle(*loading.popleft(), done, before_last_byte=True)
         if not done.left:
-            wait(sending.packed, timeout=self.cfg.timeout_s)  # nobody wants it any more, but it must be over
+            wait(packed, timeout=self.cfg.timeout_s)  # nobody wants it any more, but it must be over
         if probing is not None:
             self._expect(report.version, probing)
         return held
@@ -452,15 +434,6 @@ class WeightSync:
                 said = str(error) if isinstance(error, RoleError) else f"{name} failed: {reason_of(error, name)}"
                 failed[name] = self._text(phase, "; ".join([said, *getattr(error, "__notes__", [])]))
         return results, failed
-
-
-@dataclass
-class Sending:
-    """The rounds of a push: streams by (rank, reader), the ranks' turns, and the rounds that are packed or will be."""
-
-    streams: dict[tuple[int, int], Stream]
-    rounds: list[list[Turn | None]]
-    packed: list[Future[list[Item | None]]]
 
 
 def in_thread(work: Callable[[], Metrics], name: str) -> Future[Metrics]:
