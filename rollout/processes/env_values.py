@@ -9,6 +9,7 @@ import binascii
 import dataclasses
 import json
 import reprlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +32,7 @@ def as_reward(value: Any, what: str) -> float:
 
 def as_json(value: Any, what: str) -> Any:
     """A copy of a value that JSON can hold; arrays become lists, their scalars numbers."""
-    if isinstance(value, int) and as_number(value) is None:
+    if isinstance(value, int) and not -sys.float_info.max <= value <= sys.float_info.max:
         raise EnvBadValue(f"{what} is an integer beyond all floats")
     if value is None or isinstance(value, bool | int | float | str):
         return value

@@ -49,6 +49,11 @@ def test_a_bad_observation_is_refused_in_words(value: Any, said: str) -> None:
         as_observation(value)
 
 
+def test_large_integers_of_json_stay_as_they_are() -> None:
+    info = {"clock_ns": 1_764_550_000_000_000_000, "huge": -(10**300)}
+    assert as_observation(Observation(messages=[USER], info=info)).info == info
+
+
 @pytest.mark.parametrize("reward", [True, 1, 0.5, np.float32(0.5), np.array(2), np.bool_(1)])
 def test_numbers_of_any_kind_are_rewards(reward: Any) -> None:
     result = as_step_result(StepResult(reward=reward))
