@@ -43,11 +43,12 @@ class RankFiles:
         if about.get("format") != FORMAT:
             raise ConfigError(f"{folder / LAYOUT}: format {about.get('format')}, this version reads {FORMAT}")
         try:
-            shapes = {name: tuple(shape) for name, shape in about["tensors"].items()}
+            shapes = {name: tuple(map(as_size, shape)) for name, shape in about["tensors"].items()}
             numbers = {name: k for k, name in enumerate(shapes)}
             files = []
             for rank, described in enumerate(about["files"]):
-                entry = {key: described[key] for key in ("file", "nbytes", "crc", "table_crc")}
+                entry: dict[str, Any] = {key: as_size(described[key]) for key in ("nbytes", "crc", "table_crc")}
+                entry["file"] = as_name(described["file"])
                 table = folder / f"{stem(rank)}.json"
                 parts = read_object(table)["parameters"]
                 if file_crc(table) != entry["table_crc"]:
@@ -121,6 +122,20 @@ def describe(folder: Path, model: TrainedModel, targets: list[Target]) -> None:
         folder / LAYOUT,
         {"format": FORMAT, "label": model.layout.label(), "layout": layout, "tensors": model.shapes, "files": files},
     )
+
+
+def as_size(value: Any) -> int:
+    """A whole number that is not negative. Raises TypeError for anything else."""
+    if type(value) is not int or value < 0:
+        raise TypeError(f"{value!r} is no size")
+    return value
+
+
+def as_name(value: Any) -> str:
+    """The name of a file in the folder. Raises TypeError for anything else."""
+    if not isinstance(value, str) or Path(value).name != value:
+        raise TypeError(f"{value!r} is no file's name")
+    return value
 
 
 def stem(rank: int) -> str:

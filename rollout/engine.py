@@ -18,7 +18,7 @@ from conf.choices import Quantization
 from conf.errors import ConfigError
 from conf.schema import Config
 from rl.types import Completion, Sampling
-from weightsync.plan import Item, Link, Seat, Wanted
+from weightsync.plan import TWO_DRIVERS, Item, Link, Seat, Wanted
 
 IDLE_WAIT_S = 0.5
 QUANTIZATIONS = {
@@ -67,6 +67,8 @@ class RolloutEngine:
         self._running: dict[str, _Running] = {}
         self._done: asyncio.Queue[Outcome] = asyncio.Queue()
         self._paused = True
+        self._whole = False  # whether its weights are those of one version
+        self._connection = ""  # of the weight sync that connected last
         self._asleep = False
         self._dead = ""
         self.version = -1
@@ -125,7 +127,12 @@ class RolloutEngine:
 
     async def connect(self, name: str, seats: list[Seat], links: list[Link]) -> list[set[tuple[int, int]]]:
         """Opens the channels of the trainer's ranks in each worker, which has one of the seats."""
-        found: list[set[tuple[int, int]]] = await self._attempt("connect", name, seats, links)
+
+        def work() -> list[set[tuple[int, int]]]:
+            self._connection = name
+            return self._call_workers("connect", name, seats, links)
+
+        found: list[set[tuple[int, int]]] = await self._run(work)
         return found
 
     async def pause(self) -> None:
@@ -140,27 +147,58 @@ class RolloutEngine:
         await self._run(work)
 
     async def begin_update(self, name: str, version: int, modules: list[str] | None) -> None:
-        await self._attempt("begin", name, version, modules)
+        """Takes the modules of the push apart. Raises RuntimeError unless the engine is paused, as do the next two."""
+
+        def work() -> None:
+            self._require_paused()
+            if name == self._connection:  # workers refuse another, and their weights stay as they are
+                self._whole = False
+            self._call_workers("begin", name, version, modules)
+
+        await self._run(work)
 
     async def load(self, name: str, items: list[Item]) -> None:
-        await self._attempt("load", name, items)
+        def work() -> None:
+            self._require_paused()
+            self._call_workers("load", name, items)
+
+        await self._run(work)
 
     async def finish_update(self, name: str, version: int) -> list[str]:
         """Finishes the update; tokens sampled from now on carry `version`. Gives each worker's fingerprint."""
 
         def work() -> list[str]:
+            self._require_paused()
             prints: list[str] = self._call_workers("finish", name)
             self._llm.set_weight_version(str(version))
-            self.version = version
+            self.version, self._whole = version, True
             return prints
 
         found: list[str] = await self._run(work)
         return found
 
-    async def resume(self) -> None:
-        """Lets the engine step again: its weights have been verified."""
+    async def resume(self, name: str | None = None) -> None:
+        """Lets the engine step again: its weights have been verified, by the weight sync of the connection `name`
+        (None: by whoever paused it, who pushed nothing).
+
+        Raises RuntimeError when another has connected since, or begun a push.
+        """
 
         def work() -> None:
+            if not self._whole and not self._connection:
+                raise RuntimeError(
+                    f"rollout engine {self.index}: no push has reached it since it started; it must stay paused"
+                )
+            if name not in (None, self._connection):
+                raise RuntimeError(
+                    f"another weight sync has connected to this engine (connection {self._connection}, this push uses "
+                    f"{name}): {TWO_DRIVERS}"
+                )
+            if not self._whole:
+                raise RuntimeError(
+                    f"rollout engine {self.index} is in the middle of a push (connection {self._connection!r}) and "
+                    f"must stay paused: {TWO_DRIVERS}"
+                )
             self._paused = False
 
         await self._run(work)
@@ -190,7 +228,7 @@ class RolloutEngine:
 
         def work() -> None:
             self._llm.set_weight_version(str(version))
-            self.version, self._paused = version, False
+            self.version, self._whole, self._paused = version, True, False
 
         await self._run(work)
 
@@ -252,6 +290,11 @@ class RolloutEngine:
 
     async def _rpc(self, method: Any, **kwargs: Any) -> Any:
         return await self._run(lambda: self._llm.collective_rpc(method, kwargs=kwargs))
+
+    def _require_paused(self) -> None:
+        """Raises RuntimeError in an engine that steps: weights must not change under it."""
+        if not self._paused:
+            raise RuntimeError(f"rollout engine {self.index} was resumed in the middle of a push: {TWO_DRIVERS}")
 
     async def _attempt(self, method: str, *args: Any) -> list[Any]:
         found: list[Any] = await self._run(lambda: self._call_workers(method, *args))

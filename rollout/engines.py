@@ -72,8 +72,8 @@ class EngineHandle:
     def probe(self, row: list[int]) -> Future[list[float]]:
         return self._future("probe", row)
 
-    def resume(self) -> Future[Any]:
-        return self._future("resume")
+    def resume(self, name: str | None = None) -> Future[Any]:
+        return self._future("resume", name)
 
     def stop(self) -> None:
         """Ends the engine and its workers."""

@@ -89,7 +89,6 @@ def reshard(cfg: Config, source: Path, to: str, out: Path, dtype: str | None) ->
                     describe(aside, model, targets)
             for path in aside.rglob("*"):
                 sync_file(path)
-            require_new(out)
     files = {(name, p.file) for name, targets in folders.items() for target in targets for p in target.places}
     print(f"{source} ({stored.about}) -> {out} ({to}): {total / 1e9:.3f} GB in {len(files)} files")
 
@@ -160,14 +159,26 @@ def require_new(out: Path) -> None:
 
 @contextmanager
 def written_aside(out: Path) -> Iterator[Path]:
-    """A folder beside `out` that gets its name in the end, or is removed when something fails."""
+    """A folder beside `out` that gets its name in the end, or is removed when something fails.
+
+    Raises ConfigError when something of that name has appeared since.
+    """
     from weightsync.files import sync_file
 
     out.parent.mkdir(parents=True, exist_ok=True)
     aside = out.with_name(f".resharding-{out.name}-{uuid.uuid4().hex[:8]}")
     try:
         yield aside
-        aside.rename(out)
+        try:
+            out.mkdir()  # takes the name: a rename alone would replace a folder that is empty
+        except FileExistsError:
+            require_new(out)
+            raise
+        try:
+            aside.rename(out)
+        except BaseException:
+            out.rmdir()
+            raise
         sync_file(out.parent)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)

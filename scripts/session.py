@@ -47,6 +47,7 @@ from rollout.preflight.launch import (
     require_disk,
     require_engine_device,
     require_memory,
+    require_own_folder,
 )
 from rollout.record import describe_rollout
 from rollout.turns import Turns
@@ -88,6 +89,7 @@ def train(cfg: Config) -> int:
             f"{start.run_dir}: already finished at step {state.step} (num_steps={cfg.num_steps}); nothing to do"
         )
         return 0
+    require_own_folder(cfg, start.run_dir)
     write_config(start.run_dir, to_yaml(cfg))
     write_versions(start.run_dir)
     (start.run_dir / "summary.json").unlink(missing_ok=True)

@@ -143,9 +143,10 @@ def read_header(folder: Path) -> dict[str, Any]:
     if header.get("format") != FORMAT:
         raise PlanError(f"{folder}: a plan of format {header.get('format')}, not {FORMAT}; make it again")
     try:
-        whole = key_of(header).hash() == header["hash"] and len(header["plans"]) == len(header["key"]["ranks"])
-        header["about"].items()
-    except (AttributeError, KeyError, TypeError):
+        prints, about = header["plans"], header["about"]
+        whole = key_of(header).hash() == header["hash"] and len(prints) == len(header["key"]["ranks"])
+        whole = whole and isinstance(prints, list) and isinstance(about, dict)
+    except (KeyError, TypeError):
         whole = False
     if not whole:
         raise PlanError(damaged)
@@ -158,6 +159,9 @@ def read_rank(folder: Path, rank: int) -> RankPlan:
     try:
         with np.load(path, allow_pickle=False) as arrays:
             columns = {name: arrays[name] for name in arrays.files}
+        for name, column in columns.items():  # a fingerprint is that of the numbers, whatever they are kept in
+            if column.dtype != np.int64 or column.ndim != 1:
+                raise TypeError(f"{name} is {column.dtype} {list(column.shape)}, not a row of int64")
         rest = {name: columns.pop(name) for name in ("reader", "sizes", "begin")}
         return RankPlan(moves=Moves(**columns), **rest)
     except Exception as error:  # zip, zlib and numpy each raise their own for what is cut off or overwritten

@@ -15,6 +15,7 @@ from conf.choices import Channel, Optimizer, Quantization
 from conf.errors import ConfigError
 from conf.layout import EXPERT_KEYS
 from conf.schema import NO_REWARD, Config, LoraConfig, RolloutConfig
+from rl.faults import SyncError
 from rl.plan.memory import ITEM_BYTES, held_bytes, num_adapter_parameters, promised_bytes
 from rl.types import Prompt
 from rollout.data import (
@@ -29,6 +30,7 @@ from rollout.preflight.environment import PreparedEnv, make_tasks, prepare_env, 
 from rollout.preflight.model_folder import check_model
 from rollout.preflight.role_models import check_role_models, read_shapes
 from rollout.rewards import check_reward
+from weightsync.channels.disk import claim
 from weightsync.folder import without_tied_head
 from weightsync.plan import PlanError
 from weightsync.saved_plan import require_sizes
@@ -313,6 +315,18 @@ def require_channel(cfg: Config, device: str) -> None:
                 pass
         except OSError as error:
             raise ConfigError(f"sync.folder={folder}: nothing can be written there ({error.strerror})") from error
+
+
+def require_own_folder(cfg: Config, run_dir: Path) -> None:
+    """Raises ConfigError when sync.folder holds the versions of another run than that in `run_dir`; else notes that
+    they are this run's."""
+    if cfg.sync.folder is not None:
+        try:
+            claim(Path(cfg.sync.folder), run_dir)
+        except SyncError as error:
+            raise ConfigError(str(error)) from error
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"sync.folder={cfg.sync.folder}: {error}") from error
 
 
 def require_compilers(cfg: Config, device: str) -> None:

@@ -20,10 +20,11 @@ from safetensors.torch import load_file, save_file
 
 from actors.layout_plan import trained_model
 from conf.choices import Channel
+from conf.errors import ConfigError
 from conf.schema import ClusterConfig, Config, LoraConfig, RolloutConfig, SyncConfig, TrainerConfig
 from rollout.engine import engine_config
 from scripts.benchmarks.sync_matrix import config_of, layouts, model_folder
-from scripts.reshard import main, reshard
+from scripts.reshard import main, reshard, written_aside
 from tests.integration.real import hf_logprobs, load_hf, random_folder, random_ids
 from tests.integration.scripts import ROOT
 from weightsync.held import held_regions
@@ -294,3 +295,39 @@ def test_rank_file_that_is_damaged_or_missing_is_named(folders: dict[str, Path],
     assert "rank-00000.json is damaged: its crc32" in refuse(str(ranks), ("--to", "hf", "--out", out), capsys)
     table.write_text("{}")
     assert "a rank's JSON is damaged" in refuse(str(ranks), ("--to", "hf", "--out", out), capsys)
+
+
+def test_layout_with_values_of_another_kind_is_named(folders: dict[str, Path], tmp_path: Path, capsys: Any) -> None:
+    ranks, out = tmp_path / "ranks", str(tmp_path / "new")
+    reshard(config(2, zero_stage=3), folders["dense"], "train-layout", ranks, None)
+    path = ranks / "layout.json"
+    text = path.read_text()
+    for place, key, value in (
+        ("files", "file", 3),
+        ("files", "file", "../rank-00000.safetensors"),
+        ("files", "crc", None),
+        ("files", "nbytes", "3"),
+        ("tensors", "model.norm.weight", "ab"),
+        ("tensors", "model.norm.weight", [-64]),
+    ):
+        about = json.loads(text)
+        (about["files"][0] if place == "files" else about["tensors"])[key] = value
+        path.write_text(json.dumps(about))
+        told = refuse(str(ranks), ("--to", "hf", "--out", out), capsys)
+        assert "layout.json or a rank's JSON is damaged" in told
+
+
+@pytest.mark.parametrize("kind", ["empty folder", "folder", "file"])
+def test_out_that_appears_while_it_is_written_stays_as_it_is(tmp_path: Path, kind: str) -> None:
+    out = tmp_path / "new"
+    with pytest.raises(ConfigError, match="new exists already; name a new folder"), written_aside(out) as aside:
+        aside.mkdir()
+        (aside / "config.json").write_text("{}")
+        if kind == "file":
+            out.write_text("mine")
+        else:
+            out.mkdir()
+        if kind == "folder":
+            (out / "notes").write_text("mine")
+    assert [path.name for path in tmp_path.iterdir()] == ["new"]
+    assert not (out / "config.json").exists()

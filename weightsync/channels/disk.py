@@ -10,6 +10,7 @@ import fcntl
 import json
 import math
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Collection, Mapping, Sequence
@@ -28,6 +29,7 @@ FILE_BYTES = 5 << 30  # tensors of at most so many bytes in a file, unless one a
 KEPT = 2  # versions, and all since the last whole one
 INDEX, ABOUT = "model.safetensors.index.json", "sync.json"
 UNFINISHED = ".writing-"
+OWNER = ".run"  # the run folder of the run whose versions these are
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +168,9 @@ class FolderWriter:
         """As weightsync.channels.channel.Outlet: the workers open the files by themselves."""
 
     def begin(self, version: int, modules: Collection[str] | None) -> None:
-        """As weightsync.channels.channel.Outlet."""
+        """As weightsync.channels.channel.Outlet. Raises SyncError when the version's name is taken."""
+        if self._rank == 0:
+            require_replaceable(version_folder(Path(self.address.root), version), version)
         self._aside, self._files = self.address.aside(version), files_of(self.address, modules)
         self._places = places_of(self._files)
         self._whole = modules is None
@@ -205,15 +209,21 @@ class FolderWriter:
             return
         root, buffers = Path(self.address.root), self.address.buffers
         for path in self._beside:
-            shutil.copyfile(path, self._aside / path.name)
+            with naming(self._aside / path.name):
+                shutil.copyfile(path, self._aside / path.name)
         where = {buffers[number].name: file for number, (file, _) in self._places.items()}
         total = sum(math.prod(self.address.shapes[n]) * ITEM_BYTES[buffers[n].dtype] for n in self._places)
         index = {"metadata": {"total_size": total}, "weight_map": where}
-        (self._aside / INDEX).write_text(json.dumps(index, indent=1))
-        (self._aside / ABOUT).write_text(json.dumps({"version": version, "whole": self._whole}))
+        for name, content in (
+            (INDEX, json.dumps(index, indent=1)),
+            (ABOUT, json.dumps({"version": version, "whole": self._whole})),
+        ):
+            with naming(self._aside / name):
+                (self._aside / name).write_text(content)
         for path in [*self._aside.iterdir(), self._aside]:
-            sync_file(path)
-        final = root / f"version-{version:06d}"
+            with naming(path):
+                sync_file(path)
+        final = version_folder(root, version)
         remove(final)  # of a run that was resumed from before it
         self._aside.rename(final)
         prune(root, version)
@@ -227,22 +237,67 @@ class FolderWriter:
             self._lock = -1
 
 
+def version_folder(root: Path, version: int) -> Path:
+    return root / f"version-{version:06d}"
+
+
+def about_version(path: Path) -> dict[str, Any] | None:
+    """What the folder of a version says of itself; None for what is no such folder: somebody else's, a copy of one
+    under another name, or half removed."""
+    try:
+        about = json.loads((path / ABOUT).read_text())
+        own = path == version_folder(path.parent, int(about["version"])) and not path.is_symlink()
+        return {"version": int(about["version"]), "whole": bool(about["whole"])} if own else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def require_replaceable(path: Path, version: int) -> None:
+    """Raises SyncError when there is something in a version's place that is no version, and nobody's to remove."""
+    if (path.exists() or path.is_symlink()) and about_version(path) is None:
+        raise SyncError(
+            f"{path} is in the way of version {version} (sync.folder) and was not written by a push: it has no "
+            f"{ABOUT} of this version; move it away, or give another sync.folder"
+        )
+
+
+def claim(root: Path, run: Path) -> None:
+    """Notes that the versions in a folder are those of the run in the run folder `run`.
+
+    Raises SyncError when there are versions of another run, as pushes of this one would replace and remove them, or
+    something else by the name of a version.
+    """
+    for entry in root.glob("version-*"):
+        if re.fullmatch(r"version-\d{6,}", entry.name):
+            require_replaceable(entry, int(entry.name.removeprefix("version-")))
+    path = root / OWNER
+    try:
+        owner = path.read_text().strip()
+    except FileNotFoundError:
+        owner = ""
+    found = sorted(entry.name for entry in root.glob("version-*") if about_version(entry) is not None)
+    if found and owner != str(run):
+        whose = f"the run in {owner}" if owner else f"a run that is not known (no {OWNER} in it)"
+        raise SyncError(
+            f"sync.folder={root}: it holds versions of {whose}, like {found[0]}, which a push of this run, in {run}, "
+            "could remove; give each run its own, or remove the versions that nobody needs"
+        )
+    if owner != str(run):
+        with naming(path):
+            path.write_text(f"{run}\n")
+
+
 def prune(root: Path, version: int) -> None:
     """Removes versions after this one, which is the newest (a run was resumed from before them), and of those before
     it all but KEPT and what has come since the last whole one."""
-    found: dict[int, bool] = {}  # version: whether it is whole
-    for path in root.glob("version-*"):
-        try:
-            about = json.loads((path / ABOUT).read_text())
-            found[int(about["version"])] = bool(about["whole"])
-        except (OSError, ValueError, KeyError, TypeError):
-            continue  # somebody else's, or half removed
+    abouts = [about for path in root.glob("version-*") if (about := about_version(path)) is not None]
+    found = {about["version"]: about["whole"] for about in abouts}  # version: whether it is whole
     older = sorted(number for number in found if number <= version)
     whole = [number for number in older if found[number]]
     first = min([*older[-KEPT:], *whole[-1:]])
     for number in found:
         if number > version or number < first:
-            remove(root / f"version-{number:06d}")
+            remove(version_folder(root, number))
 
 
 def remove(path: Path) -> None:
@@ -261,7 +316,10 @@ def remove_unfinished(root: Path) -> None:
 
 def lock(root: Path) -> int:
     """Keeps others from pushing into a folder until the file that it gives is closed, or its process ends."""
-    file = os.open(root / ".lock", os.O_CREAT | os.O_RDWR, 0o644)
+    try:
+        file = os.open(root / ".lock", os.O_CREAT | os.O_RDWR, 0o644)
+    except OSError as error:
+        raise SyncError(f"sync.folder={root}: {root / '.lock'} cannot be written ({error.strerror})") from None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

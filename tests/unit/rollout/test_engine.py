@@ -1,7 +1,10 @@
 """The thread that owns an engine, around a vLLM that fails."""
 
 import asyncio
+import pickle
 import time
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -53,3 +56,85 @@ def test_engine_that_dies_answers_everything_that_waits_for_it(monkeypatch: pyte
             await asyncio.wait_for(engine.pause(), 10)
 
     asyncio.run(live())
+
+
+class Pushed:
+    """Takes pushes; its workers refuse nothing."""
+
+    def __init__(self) -> None:
+        self.engine_core = SimpleNamespace(engine_core=SimpleNamespace(batch_queue=[]))
+
+    def set_weight_version(self, version: str) -> None:
+        pass
+
+    def reset_prefix_cache(self, **_: Any) -> bool:
+        return True
+
+    def collective_rpc(self, *_: Any, **__: Any) -> list[tuple[str, bytes]]:
+        return [("", pickle.dumps("print"))]
+
+
+def with_engine(monkeypatch: pytest.MonkeyPatch, work: Callable[[RolloutEngine], Awaitable[None]]) -> None:
+    async def live() -> None:
+        monkeypatch.setattr(module, "build_engine", lambda *_: Pushed())
+        engine = RolloutEngine(make_cfg(), 0, "cpu")
+        await engine.start("nowhere", 1)
+        await work(engine)
+
+    asyncio.run(live())
+
+
+async def push(engine: RolloutEngine, name: str, version: int, connect: bool = True) -> None:
+    """All of a push but its end."""
+    if connect:
+        await engine.connect(name, [], [])
+    await engine.pause()
+    await engine.begin_update(name, version, None)
+    await engine.load(name, [])
+    await engine.finish_update(name, version)
+
+
+def test_engine_is_not_resumed_in_the_middle_of_another_drivers_push(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first driver verifies its push; before its last call the second begins one, which takes the weights apart."""
+
+    async def work(engine: RolloutEngine) -> None:
+        await push(engine, "a", 1)
+        await engine.connect("b", [], [])
+        await engine.pause()
+        with pytest.raises(RuntimeError, match=r"connection b, this push uses a.*two drivers must not push at once"):
+            await engine.resume("a")
+        await engine.begin_update("b", 2, None)
+        for name in ("a", "b", None):
+            with pytest.raises(RuntimeError, match="two drivers must not push at once"):
+                await engine.resume(name)
+        assert not engine._can_step() and engine._paused
+        await engine.begin_update("a", 1, None)  # workers refuse it
+        await engine.finish_update("b", 2)
+        await engine.resume("b")
+        assert not engine._paused
+
+    with_engine(monkeypatch, work)
+
+
+def test_engine_that_started_anew_after_its_push_was_verified_is_not_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(engine: RolloutEngine) -> None:
+        for name in ("a", None):
+            with pytest.raises(RuntimeError, match="no push has reached it since it started; it must stay paused"):
+                await engine.resume(name)
+        assert engine._paused
+
+    with_engine(monkeypatch, work)
+
+
+def test_weights_of_an_engine_that_steps_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(engine: RolloutEngine) -> None:
+        await push(engine, "a", 1)
+        await engine.resume("a")
+        for call in (engine.begin_update("a", 2, None), engine.load("a", []), engine.finish_update("a", 2)):
+            with pytest.raises(RuntimeError, match="engine 0 was resumed in the middle of a push: two drivers"):
+                await call
+        assert engine.version == 1
+        await push(engine, "a", 2, connect=False)
+        await engine.resume("a")
+
+    with_engine(monkeypatch, work)

@@ -44,6 +44,7 @@ from rollout.preflight.launch import (
     require_engine_device,
     require_engine_sizes,
     require_memory,
+    require_own_folder,
 )
 
 HEADS, CONTEXT = 4, 1024  # of the tiny model
@@ -695,3 +696,17 @@ def test_saved_plan_that_is_none_is_named(scene: Scene, tmp_path: Path) -> None:
     cfg = scene.cfg(sync=SyncConfig(plan=str(tmp_path), probe_tokens=8))
     with pytest.raises(ConfigError, match=r"sync\.plan=.*: no saved plan .*scripts/plan_sync\.py --save"):
         require_channel(cfg, "cpu")
+
+
+def test_folder_of_another_runs_versions_is_refused(scene: Scene, tmp_path: Path) -> None:
+    cfg = scene.cfg(sync=SyncConfig(channel=Channel.disk, folder=str(tmp_path), probe_tokens=8))
+    version = tmp_path / "version-000007"
+    version.mkdir()
+    (version / "sync.json").write_text('{"version": 7, "whole": true}')
+    (tmp_path / ".run").write_text("/runs/other\n")
+    with pytest.raises(ConfigError, match=r"sync\.folder=.*: it holds versions of the run in /runs/other"):
+        require_own_folder(cfg, tmp_path / "run")
+    require_own_folder(cfg, Path("/runs/other"))
+    (tmp_path / ".run").write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match=r"sync\.folder="):
+        require_own_folder(cfg, tmp_path / "run")

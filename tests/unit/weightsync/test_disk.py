@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from rl.faults import SyncError
-from weightsync.channels.disk import FolderAddress, FolderReader, FolderWriter, folder_wanted, prune
+from weightsync.channels.disk import FolderAddress, FolderReader, FolderWriter, claim, folder_wanted, prune
 from weightsync.plan import Buffer, Wanted
 from weightsync.planner import plan_streams
 from weightsync.regions import Regions
@@ -122,6 +122,65 @@ def test_folders_that_are_no_versions_stay(tmp_path: Path) -> None:
     prune(tmp_path, 9)
     assert {path.name for path in tmp_path.glob("version-*")} == {"version-notes", "version-000001", "version-000009"}
     ranks.close()
+
+
+def test_copy_of_a_version_under_another_name_counts_as_none_and_stays(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path)
+    ranks.push(1)
+    ranks.push(2)
+    (tmp_path / "version-000002").rename(tmp_path / "version-000002-old")
+    ranks.push(3)
+    assert {path.name for path in tmp_path.glob("version-*")} == {
+        "version-000001",
+        "version-000002-old",
+        "version-000003",
+    }
+    ranks.close()
+
+
+@pytest.mark.parametrize("kind", ["folder", "file", "link", "copy of another version"])
+def test_what_is_in_the_place_of_a_version_is_named_before_anything_is_written_and_stays(
+    tmp_path: Path, kind: str
+) -> None:
+    ranks, place = Ranks(tmp_path), tmp_path / "version-000003"
+    if kind == "file":
+        place.write_text("mine")
+    elif kind == "link":
+        place.symlink_to(tmp_path / "nowhere")
+    else:
+        place.mkdir()
+        (place / "notes").write_text("mine")
+        if kind == "copy of another version":
+            (place / "sync.json").write_text('{"version": 1, "whole": true}')
+    with pytest.raises(SyncError, match=r"version-000003 is in the way of version 3 .*; move it away"):
+        ranks.push(3)
+    with pytest.raises(SyncError, match="version-000003 is in the way"):
+        claim(tmp_path, tmp_path / "run")
+    assert (place.exists() or place.is_symlink()) and not list(tmp_path.glob(".writing-*"))
+    ranks.close()
+
+
+def test_folder_with_versions_of_another_run_is_refused_and_of_the_same_taken_again(tmp_path: Path) -> None:
+    first, second, root = tmp_path / "first", tmp_path / "second", tmp_path / "versions"
+    root.mkdir()
+    claim(root, first)
+    claim(root, second)  # nothing is there yet
+    ranks = Ranks(root)
+    ranks.push(1)
+    ranks.close()
+    claim(root, second)
+    with pytest.raises(SyncError, match=rf"holds versions of the run in {second}, like version-000001, .*give each"):
+        claim(root, first)
+    (root / ".run").unlink()
+    with pytest.raises(SyncError, match="of a run that is not known"):
+        claim(root, second)
+    assert versions(root) == [1]
+
+
+def test_lock_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / ".lock").mkdir()
+    with pytest.raises(SyncError, match=r"sync.folder=.*: .*/\.lock cannot be written \(Is a directory\)"):
+        Ranks(tmp_path)
 
 
 def test_second_run_in_a_folder_is_refused_until_the_first_is_over(tmp_path: Path) -> None:

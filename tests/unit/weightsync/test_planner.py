@@ -1,6 +1,7 @@
 """Plans made for all ranks in one process: those that the ranks make; and in files: what was saved, or refused."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,25 @@ def test_damaged_plan_is_refused(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-40])
     with pytest.raises(PlanError, match=r"rank-00001\.npz cannot be read"):
         loaded(tmp_path / "plan", 1)
+
+
+@pytest.mark.parametrize("change", [lambda x: x + 0.25, lambda x: x.astype(np.uint64), lambda x: x[:, None]])
+def test_plan_of_other_kinds_of_numbers_is_refused(tmp_path: Path, change: Callable[[Any], Any]) -> None:
+    (_, first), _ = saved(tmp_path / "plan")
+    arrays = {**vars(first.moves), "reader": first.reader, "sizes": first.sizes, "begin": first.begin}
+    np.savez_compressed(rank_file(tmp_path / "plan", 0), **arrays | {"source_at": change(first.moves.source_at)})
+    with pytest.raises(PlanError, match=r"rank-00000\.npz cannot be read .*source_at is .*; make the plan again"):
+        loaded(tmp_path / "plan", 0)
+
+
+def test_header_with_fingerprints_of_another_kind_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path / "plan")
+    path = tmp_path / "plan" / HEADER
+    header = json.loads(path.read_text())
+    for changed in ({"plans": {"0": "a", "1": "b"}}, {"about": ["zero3"]}):
+        path.write_text(json.dumps(header | changed))
+        with pytest.raises(PlanError, match=r"plan\.json is damaged"):
+            loaded(tmp_path / "plan", 0)
 
 
 def test_folder_without_a_whole_plan_is_refused(tmp_path: Path) -> None:
