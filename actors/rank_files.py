@@ -13,7 +13,7 @@ from typing import Any
 from actors.checkpoint import file_crc
 from actors.layout_plan import TrainedModel
 from conf.errors import ConfigError
-from rl.faults import CheckpointError
+from rl.faults import CheckpointError, SyncError
 from rl.run_folder import write_json
 from weightsync.folder import read_object
 from weightsync.held import Share, held_regions, whole_regions
@@ -39,10 +39,10 @@ class RankFiles:
     @classmethod
     def read(cls, folder: Path) -> "RankFiles":
         """What is in a folder. Raises CheckpointError, naming the file, for one that is missing or cannot be read."""
-        about = read_object(folder / LAYOUT)
-        if about.get("format") != FORMAT:
-            raise ConfigError(f"{folder / LAYOUT}: format {about.get('format')}, this version reads {FORMAT}")
         try:
+            about = read_object(folder / LAYOUT)
+            if about.get("format") != FORMAT:
+                raise ConfigError(f"{folder / LAYOUT}: format {about.get('format')}, this version reads {FORMAT}")
             shapes = {name: tuple(map(as_size, shape)) for name, shape in about["tensors"].items()}
             numbers = {name: k for k, name in enumerate(shapes)}
             files = []
@@ -61,6 +61,8 @@ class RankFiles:
                 ]
                 files.append((entry, [part["name"] for part in first], Regions.of(rows)))
             return cls(label=str(about["label"]), shapes=shapes, files=tuple(files))
+        except SyncError as error:
+            raise CheckpointError(str(error)) from error
         except (KeyError, TypeError, AttributeError, IndexError) as error:
             raise CheckpointError(f"{folder}: {LAYOUT} or a rank's JSON is damaged ({error!r})") from error
 

@@ -68,7 +68,7 @@ class RolloutEngine:
         self._done: asyncio.Queue[Outcome] = asyncio.Queue()
         self._paused = True
         self._whole = False  # whether its weights are those of one version
-        self._connection = ""  # of the weight sync that connected last
+        self._connection = ""  # name of the one that a weight sync made last
         self._asleep = False
         self._dead = ""
         self.version = -1

@@ -80,7 +80,9 @@ class Sink(Protocol):
 
     def probe(self, row: list[int]) -> Future[list[float]]: ...
 
-    def resume(self) -> Future[Any]: ...
+    def resume(self, name: str) -> Future[Any]:
+        """Lets it step again: its weights, which came over the connection `name`, have been verified."""
+        ...
 
     def restart(self) -> Future[Any]:
         """Ends it, whatever it does, and starts it again with its model folder's weights, paused."""

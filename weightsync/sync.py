@@ -307,7 +307,7 @@ class WeightSync:
             if why := self._mismatch(sink.name, self._expected[version], theirs[sink.name]):
                 done.drop({sink.name: why})
         with report.timed("resume"):
-            self._step("resume", done, lambda sink: sink.resume())
+            self._step("resume", done, lambda sink: sink.resume(name))
         ended = time.monotonic()
         report.stall_s |= {sink.name: ended - report.paused[sink.name] for sink in done.left}
         report.verified += [sink.name for sink in done.left]

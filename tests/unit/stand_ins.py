@@ -404,7 +404,7 @@ class TinyEngine:
     def probe(self, row: list[int]) -> Future[list[float]]:
         return done(score_row(self.lm, row))
 
-    def resume(self) -> Future[Any]:
+    def resume(self, name: str) -> Future[Any]:
         self.paused = False
         if self.loop is not None and self.waiting:
             self.loop.call_soon_threadsafe(self._work)

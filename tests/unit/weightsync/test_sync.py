@@ -147,6 +147,7 @@ class Sink:
         return self._answer("wanted", lambda: [self.wants])
 
     def connect(self, name: str, seats: list[Seat], links: list[Link]) -> Future[list[set[tuple[int, int]]]]:
+        self.connection = name
         (self.seat,) = seats
         reads = {(link.rank, number) for link in links for number in link.streams[0].buckets}
         return self._answer("connect", lambda: [reads])
@@ -177,7 +178,9 @@ class Sink:
     def probe(self, row: list[int]) -> Future[list[float]]:
         return self._answer("probe", lambda: list(SCORES))
 
-    def resume(self) -> Future[Any]:
+    def resume(self, name: str) -> Future[Any]:
+        assert name == self.connection
+
         def work() -> None:
             self.state = "sampling"
 
