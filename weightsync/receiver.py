@@ -36,7 +36,7 @@ from weightsync.record import record, restore
 from weightsync.regions import Moves, Regions, intersect
 from weightsync.sender import digests, piece_of
 
-UNCONNECTED = "no weight sync has connected to this engine since it started"
+UNCONNECTED = "no weight sync is connected to this engine: it has started again, or another one is about to connect"
 # What a copy is, in the order in which Receiver._fill takes it.
 SOURCE, TARGET = ("source_at", "source_row", "source_col"), ("target_at", "target_row", "target_col")
 FILLED = ("target", "source", "count", "length", *SOURCE, *TARGET)
@@ -64,7 +64,7 @@ class WorkerExtension:
             with set_current_vllm_config(worker.vllm_config), torch.no_grad():
                 return "", pickle.dumps(getattr(worker.tandem, method)(*pickle.loads(arguments)))
         except Exception as error:
-            return str(error) or repr(error), b""
+            return str(error) if isinstance(error, ValueError) and str(error) else repr(error), b""
 
     def make_room_between_stages(self) -> None:
         """Memory for what comes from the stage before, where it is not there yet: vLLM's CPU backend forgets it."""
@@ -89,6 +89,7 @@ class Receiver:
 
         Raises ValueError when they are not those of the model's folder.
         """
+        self.name = ""  # who is connected may not go on loading through inlets that are closed
         self.inlets: dict[int, Inlet] = {}  # a broadcast that still waits for this worker ends with its connection
         expected = folder_shapes(Path(self.model_config.model))
         tied = {"lm_head.weight"} if self.model_config.hf_config.get_text_config().tie_word_embeddings else set()

@@ -4,6 +4,7 @@ An engine that fails stays paused while the others go on, and gets a whole push 
 restarted and gets another; fails it then too, it is given up.
 """
 
+import math
 import threading
 import time
 import uuid
@@ -314,8 +315,16 @@ class WeightSync:
         return done
 
     def _expect(self, version: int, probe: Future[list[float]]) -> None:
-        """Notes the trainer's log-probabilities of the probe row."""
-        self._expected[version] = self._trainer("probe", probe)
+        """Notes the trainer's log-probabilities of the probe row. Raises SyncError when they are not finite."""
+        self._expected[version] = found = self._trainer("probe", probe)
+        if not all(map(math.isfinite, found)):
+            raise SyncError(
+                self._text(
+                    "probe",
+                    f"{TRAINER} give log-probabilities {found[:8]} for the probe row: the policy's "
+                    "weights are broken, and no engine gets them; resume from a checkpoint before that",
+                )
+            )
         for old in sorted(self._expected)[:-VERSIONS_KEPT]:
             del self._expected[old]
 
