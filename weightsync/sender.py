@@ -1,7 +1,7 @@
 """The trainer's end of a push: one rank's planned buckets, copied from its live weights into a channel, and signed."""
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
 from typing import Any, TypeVar
@@ -14,6 +14,7 @@ from weightsync.plan import Bucket, Item, Segment, Stream, Turn, Wanted, aligned
 
 # Elements of a source: (at, row, col, count, length) -> [count, length], as in weightsync.regions.
 Read = Callable[[int, int, int, int, int], torch.Tensor]
+Part = TypeVar("Part")
 Result = TypeVar("Result")
 NUM_SLOTS = 2  # one is filled while the other is read
 
@@ -47,7 +48,7 @@ class Sender:
         reader, number = turn
         bucket, slot = self.current[reader].buckets[number], self._slot
         self._slot = (slot + 1) % NUM_SLOTS
-        signed = self._fill(slot, bucket, self.sources, reader)
+        signed = fill(self.outlet.slot(slot), bucket, self.sources, self.readers[reader])
         self.pushed |= {(turn, s): digest for s, digest in zip(bucket.segments, signed, strict=True)}
         self.outlet.send(slot, reader, bucket)
         return Item(rank=self.rank, reader=reader, number=number, slot=slot, digests=signed)
@@ -57,14 +58,11 @@ class Sender:
         found: set[str] = set()
         for reader, stream in self.streams.items():
             for number, bucket in stream.buckets.items():
-                now = self._fill(0, bucket, sources, reader)
+                now = fill(self.outlet.slot(0), bucket, sources, self.readers[reader])
                 before = [self.pushed.get(((reader, number), s)) for s in bucket.segments]
                 changes = zip(bucket.segments, now, before, strict=True)
                 found |= {s.module for s, new, old in changes if new != old}
         return sorted(found)
-
-    def _fill(self, slot: int, bucket: Bucket, sources: Sequence[Read], reader: int) -> tuple[int, ...]:
-        return fill(self.outlet.slot(slot), bucket, sources, self.readers[reader])
 
 
 def fill(
@@ -85,9 +83,7 @@ def fill(
             memory[end : aligned(end)].zero_()  # what is there by chance must not change a digest
         return digest_of(memory[s.begin : s.end])  # while it is in the cache
 
-    if at_once:
-        return tuple(each_of(memory, fill_segment, bucket.segments))
-    return tuple(map(fill_segment, bucket.segments))
+    return tuple(map(fill_segment, bucket.segments) if not at_once else each_of(memory, fill_segment, bucket.segments))
 
 
 def spread(memory: torch.Tensor, bucket: Bucket, targets: Sequence[Read], wanted: Wanted) -> None:
@@ -111,12 +107,12 @@ def digests(memory: torch.Tensor, bucket: Bucket) -> tuple[int, ...]:
     return tuple(each_of(memory, digest_of, [memory[s.begin : s.end] for s in bucket.segments]))
 
 
-def each_of(memory: torch.Tensor, work: Callable[..., Result], *arguments: Iterable[Any]) -> list[Result]:
-    """As `map`, of work on parts of `memory`: several at a time where this is the host's. Raises what they raise, when
-    all have ended."""
-    if memory.is_cuda:
-        return list(map(work, *arguments))
-    futures = [threads().submit(work, *given) for given in zip(*arguments, strict=True)]
+def each_of(memory: torch.Tensor, work: Callable[[Part], Result], parts: Sequence[Part]) -> list[Result]:
+    """Results of work on parts of `memory`: several at a time where this is the host's. Raises what one of them raises,
+    when all have ended."""
+    if memory.is_cuda or len(parts) == 1:  # a single one is cut up among torch's own threads
+        return [work(part) for part in parts]
+    futures = [threads().submit(work, part) for part in parts]
     wait(futures)
     return [future.result() for future in futures]
 
