@@ -631,7 +631,7 @@ class SyncConfig:
     full_every: int = option(10, "with delta, one push in so many is whole all the same")
     snapshot: bool = option(
         False,
-        "ranks copy their weights (two versions, in host memory) and train on while engines load; allows a rollback",
+        "ranks copy their weights (two versions, in host memory), and with max_lag above 0 train on while engines load",
     )
     one_by_one: bool = option(False, "update the engines one after another, while the others go on sampling")
     probe_tokens: int = option(8, "length of the row whose log-probabilities are compared after each push")
@@ -645,8 +645,10 @@ class SyncConfig:
         disk = self.channel is Channel.disk
         require(
             disk == bool(self.folder),
-            f"sync.channel={self.channel.value} with sync.folder={self.folder}: "
-            + ("give a folder that all hosts share" if disk else "only sync.channel=disk writes there; use null"),
+            "sync.channel=disk without sync.folder: write sync.folder=FOLDER, one that all hosts share"
+            if disk
+            else f"sync.folder={self.folder} with sync.channel={self.channel.value}: only sync.channel=disk writes "
+            "there; use sync.channel=disk, or leave sync.folder out",
         )
         require(
             not (disk and self.plan is not None),

@@ -175,11 +175,11 @@ def show(cfg: Config, planned: Planned) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console, tally = Console(), planned.tally
+    console, tally, ranks = Console(), planned.tally, cfg.cluster.train_ranks
     total = Table("", "", title="plan of a push", show_header=False)
     for name, value in [
         ("model", cfg.model.path),
-        ("trainer", f"{cfg.cluster.train_ranks} ranks, {cfg.train_layout.label()}"),
+        ("trainer", f"{ranks} rank{'s' * (ranks > 1)}, {cfg.train_layout.label()}"),
         ("engines", engines_label(cfg)),
         ("readers", f"{len(planned.workers)}, of {sum(map(len, planned.workers))} workers"),
         ("bytes", f"{size(tally.num_bytes)}, {tally.num_bytes / planned.readers.num_bytes:.4f} of the least"),

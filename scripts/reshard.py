@@ -26,6 +26,7 @@ from conf.choices import Dtype
 from conf.errors import ConfigError
 from conf.launch import ArgumentParser, launch, report
 from conf.schema import Config
+from scripts.plan_sync import size
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -90,7 +91,7 @@ def reshard(cfg: Config, source: Path, to: str, out: Path, dtype: str | None) ->
             for path in aside.rglob("*"):
                 sync_file(path)
     files = {(name, p.file) for name, targets in folders.items() for target in targets for p in target.places}
-    print(f"{source} ({stored.about}) -> {out} ({to}): {total / 1e9:.3f} GB in {len(files)} files")
+    print(f"{source} ({stored.about}) -> {out} ({to}): {size(total)} in {len(files)} file{'s' * (len(files) > 1)}")
 
 
 def fitting_model(cfg: Config, stored: "Stored", to: str) -> "TrainedModel | None":

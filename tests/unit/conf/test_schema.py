@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from conf import document
 from conf.choices import (
     Advantage,
+    Channel,
     Correction,
     Device,
     KlPlace,
@@ -34,6 +35,7 @@ from conf.schema import (
     RewardConfig,
     RewardModelConfig,
     RolloutConfig,
+    SyncConfig,
     TeacherConfig,
     TrainerConfig,
 )
@@ -248,9 +250,11 @@ def test_num_optimizer_steps_ten_steps_two_epochs_two_mini_batches_is_40() -> No
             lambda: Config(algo=AlgoConfig(kl_target=0.1, kl_coef=0.1, kl_horizon=10)),
             ["algo.kl_horizon=10", "prompts_per_step=8", "more than 12.8"],
         ),
+        (lambda: SyncConfig(channel=Channel.disk), ["sync.channel=disk", "write sync.folder=FOLDER"]),
+        (lambda: SyncConfig(folder="x"), ["sync.folder=x", "sync.channel=shm", "use sync.channel=disk, or leave"]),
         (
-            lambda: Config(rollout=RolloutConfig(max_model_len=16, max_tokens=8)),
-            ["sync.probe_tokens=16", "rollout.max_model_len=16"],
+            lambda: Config(rollout=RolloutConfig(max_model_len=8, max_tokens=4)),
+            ["sync.probe_tokens=8", "rollout.max_model_len=8"],
         ),
         (
             lambda: Config(
