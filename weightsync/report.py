@@ -1,7 +1,7 @@
 """What a push did: to which engines, how much of it, and how long each phase took."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -19,6 +19,7 @@ class SyncReport:
     """What one push did. Times are seconds; `modules` counts those sent, of `num_modules`."""
 
     version: int
+    engines: Sequence[str] = ()  # their names, by number
     num_bytes: int = 0
     modules: int = 0
     num_modules: int = 0
@@ -34,13 +35,14 @@ class SyncReport:
 
     def metrics(self) -> Metrics:
         """For the logs."""
+        rates = {"sync/gb_s": self.gb_s, "sync/memcpy_ratio": self.gb_s / max(1e-9, self.memcpy_gb_s)}
         return {
             "sync/bytes": float(self.num_bytes),
             "sync/changed": self.modules / max(1, self.num_modules),
-            "sync/gb_s": self.gb_s,
-            "sync/memcpy_ratio": self.gb_s / max(1e-9, self.memcpy_gb_s),
+            **(rates if self.num_bytes else {}),  # a push of nothing has no rate
             "sync/probe_max": self.probe_max,
             "sync/stall_s": max(self.stall_s.values(), default=0.0),
+            **{f"sync/engine_{n}_stall_s": self.stall_s[e] for n, e in enumerate(self.engines) if e in self.stall_s},
             "sync/num_verified": float(len(self.verified)),
             "sync/num_resent": float(len(self.resent)),
             "sync/num_restarted": float(len(self.restarted)),

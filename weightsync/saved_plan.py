@@ -19,7 +19,7 @@ from weightsync.planner import RankPlan, Readers, regions_fingerprint
 from weightsync.regions import Moves, Regions
 
 HEADER = "plan.json"
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -138,6 +138,7 @@ class WeightSync:
         """`taken` is called once the weights may change; `again`: those of a version that was pushed before."""
         report = SyncReport(
             version=version,
+            engines=[sink.name for sink in self.sinks],
             lost=dict(self.lost),
             memcpy_gb_s=self._memcpy_gb_s,
         )

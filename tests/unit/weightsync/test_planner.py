@@ -157,5 +157,5 @@ def test_folder_without_a_whole_plan_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="holds a plan already"):
         saved(tmp_path / "plan")
     (tmp_path / "plan" / HEADER).write_text('{"format": 0}')
-    with pytest.raises(PlanError, match="format 0, not 1"):
+    with pytest.raises(PlanError, match="format 0, not 2"):
         loaded(tmp_path / "plan", 0)
