@@ -616,7 +616,7 @@ class RolloutConfig:
 @dataclass(kw_only=True)
 class SyncConfig:
     bucket_bytes: int = option(
-        128 << 20, "memory for a push on each training rank, for two buckets: one is packed while the other is read"
+        64 << 20, "memory for a push on each training rank, for two buckets: one is packed while the other is read"
     )
     channel: Channel = option(
         Channel.shm,
