@@ -177,27 +177,26 @@ class RolloutEngine:
         found: list[str] = await self._run(work)
         return found
 
-    async def resume(self, name: str | None = None) -> None:
-        """Lets the engine step again: its weights have been verified, by the weight sync of the connection `name`
-        (None: by whoever paused it, who pushed nothing).
+    async def resume(self, name: str) -> None:
+        """Lets the engine step again: its weights have been verified, by the weight sync of the connection `name`.
 
-        Raises RuntimeError when another has connected since, or begun a push.
+        Raises RuntimeError when another has connected since, or when it holds no whole version.
         """
 
         def work() -> None:
-            if not self._whole and not self._connection:
+            if not self._connection:
                 raise RuntimeError(
                     f"rollout engine {self.index}: no push has reached it since it started; it must stay paused"
                 )
-            if name not in (None, self._connection):
+            if name != self._connection:
                 raise RuntimeError(
                     f"another weight sync has connected to this engine (connection {self._connection}, this push uses "
                     f"{name}): {TWO_DRIVERS}"
                 )
             if not self._whole:
                 raise RuntimeError(
-                    f"rollout engine {self.index} is in the middle of a push (connection {self._connection!r}) and "
-                    f"must stay paused: {TWO_DRIVERS}"
+                    f"rollout engine {self.index} is in the middle of a push (connection {self._connection}) and must "
+                    f"stay paused: {TWO_DRIVERS}"
                 )
             self._paused = False
 

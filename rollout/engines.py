@@ -72,7 +72,7 @@ class EngineHandle:
     def probe(self, row: list[int]) -> Future[list[float]]:
         return self._future("probe", row)
 
-    def resume(self, name: str | None = None) -> Future[Any]:
+    def resume(self, name: str) -> Future[Any]:
         return self._future("resume", name)
 
     def stop(self) -> None:

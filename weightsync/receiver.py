@@ -36,7 +36,7 @@ from weightsync.record import record, restore
 from weightsync.regions import Moves, Regions, intersect
 from weightsync.sender import digests, piece_of
 
-UNCONNECTED = "no weight sync is connected to this engine: it has started again, or another one is about to connect"
+UNCONNECTED = "no weight sync is connected: the engine has started again, a push has failed, or another sync is coming"
 # What a copy is, in the order in which Receiver._fill takes it.
 SOURCE, TARGET = ("source_at", "source_row", "source_col"), ("target_at", "target_row", "target_col")
 FILLED = ("target", "source", "count", "length", *SOURCE, *TARGET)
@@ -83,14 +83,14 @@ class Receiver:
         self.device = next(model.parameters()).device.type
         self.keeps: set[type] = set()  # methods of vLLM that go on using bytes which they were lent
         self.name = ""  # of the connection
+        self.inlets: dict[int, Inlet] = {}  # by rank
 
     def wanted(self, shapes: dict[str, tuple[int, ...]], dtype: str) -> Wanted:
         """What this worker wants of tensors of these shapes.
 
         Raises ValueError when they are not those of the model's folder.
         """
-        self.name = ""  # who is connected may not go on loading through inlets that are closed
-        self.inlets: dict[int, Inlet] = {}  # a broadcast that still waits for this worker ends with its connection
+        self._disconnect()
         expected = folder_shapes(Path(self.model_config.model))
         tied = {"lm_head.weight"} if self.model_config.hf_config.get_text_config().tie_word_embeddings else set()
         problems = differences(shapes, expected, frozenset(tied))
@@ -131,19 +131,18 @@ class Receiver:
             for number, bucket in stream.buckets.items()
             if len(found := self._moves_of(bucket, isinstance(own[0].address, FolderAddress)))
         }
-        self.lent: dict[tuple[int, int], dict[str, dict[int, int]]] = {}  # by (rank, bucket), what `_use` needs
         sizes = np.zeros(len(self.wants.buffers), np.int64)
         np.add.at(sizes, self.wants.regions.buffer, self.wants.regions.num_elements)
         self.expected = dict.fromkeys(self.wants.modules, 0)
         for buffer, size in zip(self.wants.buffers, sizes.tolist(), strict=True):
             self.expected[buffer.module] += size
         self.covered = {(b.module, b.name): size for b, size in zip(self.wants.buffers, sizes.tolist(), strict=True)}
-        if self.device == "cpu" and not isinstance(own[0].address, FolderAddress):
-            self.lent = {
-                (rank, number): whole_modules(bucket, self.wants, self.expected)
-                for rank, stream in self.streams.items()
-                for number, bucket in stream.buckets.items()
-            }
+        lends = self.device == "cpu" and not isinstance(own[0].address, FolderAddress)
+        self.lent = {  # by (rank, bucket): what `_use` needs
+            (rank, number): whole_modules(bucket, self.wants, self.expected) if lends else {}
+            for rank, stream in self.streams.items()
+            for number, bucket in stream.buckets.items()
+        }
         return set(self.moves)
 
     def _moves_of(self, bucket: Bucket, from_folder: bool) -> Moves:
@@ -213,19 +212,27 @@ class Receiver:
     def load(self, name: str, items: Sequence[Item]) -> None:
         """Loads one round's buckets.
 
-        Raises ValueError when bytes are not those that were signed, or as `begin`.
+        Raises ValueError when bytes are not those that were signed, or as `begin`; that is the end of the connection.
         """
         self._require(name)
-        for item in items:
-            if item.reader == self.seat.reader and (item.rank, item.number) in self.moves:
-                bucket = self.current[item.rank].buckets[item.number]
-                memory = self.inlets[item.rank].receive(item.slot, bucket, self.inbox)
-                self._load(item, bucket, memory)
-                if memory.is_cuda:
-                    torch.cuda.current_stream().synchronize()  # the rank fills the slot again after the answer
+        try:
+            for item in items:
+                if item.reader == self.seat.reader and (item.rank, item.number) in self.moves:
+                    bucket = self.current[item.rank].buckets[item.number]
+                    memory = self.inlets[item.rank].receive(item.slot, bucket, self.inbox)
+                    self._load(item, bucket, memory)
+                    if memory.is_cuda:
+                        torch.cuda.current_stream().synchronize()  # the rank fills the slot again after the answer
+        except Exception:
+            self._disconnect()
+            raise
+
+    def _disconnect(self) -> None:
+        """Gives the connection up: other members of its broadcasts would wait for one that reads no more."""
+        self.name, self.inlets = "", {}
 
     def _load(self, item: Item, bucket: Bucket, memory: torch.Tensor) -> None:
-        moves, lent = self.moves[item.rank, item.number], self.lent.get((item.rank, item.number), {})
+        moves, lent = self.moves[item.rank, item.number], self.lent[item.rank, item.number]
         found = digests(memory, bucket)
         for segment, have, want in zip(bucket.segments, found, item.digests, strict=True):
             if have != want:

@@ -110,7 +110,7 @@ def digests(memory: torch.Tensor, bucket: Bucket) -> tuple[int, ...]:
 def each_of(memory: torch.Tensor, work: Callable[[Part], Result], parts: Sequence[Part]) -> list[Result]:
     """Results of work on parts of `memory`: several at a time where this is the host's. Raises what one of them raises,
     when all have ended."""
-    if memory.is_cuda or len(parts) == 1:  # a single one is cut up among torch's own threads
+    if memory.is_cuda or len(parts) == 1:  # torch's own threads share the copying of a single one
         return [work(part) for part in parts]
     futures = [threads().submit(work, part) for part in parts]
     wait(futures)
@@ -125,6 +125,7 @@ def threads() -> ThreadPoolExecutor:
     started = threading.Barrier(count + 1)
 
     def start() -> None:
+        torch.get_num_threads()  # a thread that has not asked takes, at its first work, what was set last anywhere
         torch.set_num_threads(1)
         started.wait()
 

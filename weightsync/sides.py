@@ -43,7 +43,7 @@ class Source(Protocol):
         ...
 
     def end_push(self, version: int) -> Future[Any]:
-        """Every engine that is left has everything, verified."""
+        """All engines that are left of those that `begin_push` was for have everything, verified; none samples yet."""
         ...
 
     def probe(self, row: list[int]) -> Future[list[float]]:

@@ -170,7 +170,6 @@ class WeightSync:
             cut_off += done.cut_off
         self._since_whole = 1 if modules is None else since_whole + 1
         self._mend(failed, cut_off, report)
-        self._trainer("end", self.source.end_push(version))
         return report.metrics()
 
     def _note_pause(self, sinks: Sequence[Sink], report: SyncReport) -> None:
@@ -288,10 +287,10 @@ class WeightSync:
             self._trainer("begin", self.source.begin_push(name, version, modules))
             taken()
             streams, rounds = self.connection.rounds_to([sink.name for sink in done.left], modules)
-            packed = [self.source.pack(name, turns) for turns in rounds[:NUM_SLOTS]]  # while the engines begin
+            packing = [self.source.pack(name, turns) for turns in rounds[:NUM_SLOTS]]  # while the engines begin
             self._settle("begin", beginning, done, before_last_byte=True)
         with report.timed("transfer"):
-            held = self._send(done, streams, rounds, packed, report)
+            held = self._send(done, streams, rounds, packing, report)
             if not done.left:
                 return done
         with report.timed("finish"):
@@ -308,7 +307,10 @@ class WeightSync:
         for sink in list(done.left):
             if why := self._mismatch(sink.name, self._expected[version], theirs[sink.name]):
                 done.drop({sink.name: why})
+        if not done.left:
+            return done
         with report.timed("resume"):
+            self._trainer("end", self.source.end_push(version))
             self._step("resume", done, lambda sink: sink.resume(name))
         ended = time.monotonic()
         report.stall_s |= {sink.name: ended - report.paused[sink.name] for sink in done.left}
@@ -334,10 +336,10 @@ class WeightSync:
         done: Delivery,
         streams: Streams,
         rounds: Sequence[list[Turn | None]],
-        packed: list[Future[list[Item | None]]],
+        packing: list[Future[list[Item | None]]],
         report: SyncReport,
     ) -> dict[int, Held]:
-        """All rounds of a push, of which those in `packed` are under way; what each reader was sent.
+        """All rounds of a push, of which those in `packing` are under way; what each reader was sent.
 
         Engines are told of a round when it is packed, and so have the next one at hand when they are done with one;
         the ranks pack a round when what was in its slot has been read.
@@ -348,8 +350,8 @@ class WeightSync:
         loading: deque[tuple[str, dict[str, Future[Any]]]] = deque()  # of rounds that are still in the slots
         probing: Future[list[float]] | None = None
         for number in range(len(rounds)):
-            packs = self._trainer(f"pack round {number}", packed[number])
-            items: list[Item] = [item for item in packs if item is not None]
+            packed = self._trainer(f"pack round {number}", packing[number])
+            items: list[Item] = [item for item in packed if item is not None]
             for item in items:
                 held[item.reader] |= {(item.rank, item.number, nth): d for nth, d in enumerate(item.digests)}
                 report.num_bytes += streams[item.rank, item.reader].buckets[item.number].num_sent
@@ -365,12 +367,12 @@ class WeightSync:
                 self._settle(*loading.popleft(), done, before_last_byte=True)
             if not done.left:
                 break
-            if len(packed) == number + 1 < len(rounds):
-                packed.append(self.source.pack(name, rounds[number + 1]))
+            if len(packing) == number + 1 < len(rounds):
+                packing.append(self.source.pack(name, rounds[number + 1]))
         while loading:
             self._settle(*loading.popleft(), done, before_last_byte=True)
         if not done.left:
-            wait(packed, timeout=self.cfg.timeout_s)  # nobody wants it any more, but it must be over
+            wait(packing, timeout=self.cfg.timeout_s)  # nobody wants it any more, but it must be over
         if probing is not None:
             self._expect(report.version, probing)
         return held

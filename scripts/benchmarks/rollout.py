@@ -129,7 +129,7 @@ def measure(args: argparse.Namespace) -> Result:
             try:
                 for repeat in range(args.repeats + 1):  # the first warms both sides up
                     positions = range(repeat * args.prompts, (repeat + 1) * args.prompts)
-                    measured = {"tandem": time_pool(pool, handle, repeat, args.prompts)}
+                    measured = {"tandem": time_pool(pool, handle, parts.sync.connection.name, repeat, args.prompts)}
                     prompts, seeded = requests(cfg, stream, positions, pool.sampling)
                     measured["vllm"] = raw.call("generate", prompts, seeded)
                     unseeded = [replace(sampling, seed=None) for sampling in seeded]
@@ -151,10 +151,10 @@ def measure(args: argparse.Namespace) -> Result:
     return make_result(args, rows, ratios, dtype=cfg.rollout.dtype.value)
 
 
-def time_pool(pool: RolloutPool, handle: Any, version: int, count: int) -> tuple[float, int]:
+def time_pool(pool: RolloutPool, handle: Any, connection: str, version: int, count: int) -> tuple[float, int]:
     """(seconds, tokens) of one step's rollouts, from the prompts' release to the scored groups."""
     handle.pause().result()  # clears the prefix cache, as before each step of a run
-    handle.resume().result()
+    handle.resume(connection).result()
     started = time.monotonic()
     if version == 0:
         pool.start(first_position=0, version=0)

@@ -1,5 +1,6 @@
 """Packing: every element bit for bit and where it belongs, and no flipped byte goes unnoticed."""
 
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ from weightsync.channels.shm import Ring, RingReader
 from weightsync.plan import Bucket, Buffer, Wanted
 from weightsync.planner import plan_streams
 from weightsync.regions import Regions
-from weightsync.sender import NUM_SLOTS, Sender, digests, piece_of, plain
+from weightsync.sender import NUM_SLOTS, Sender, digests, each_of, piece_of, plain
 
 SHAPES = {"a": (6, 4), "b": (7,), "c": (2, 2)}
 MODULES = {"a": "first", "b": "first", "c": "second"}
@@ -151,3 +152,16 @@ def test_change_that_the_sent_dtype_does_not_show_is_none(packed: Packed) -> Non
     assert packed.changed() == []
     packed.live[2][0] *= 1 + 2**-6
     assert packed.changed() == ["second"]
+
+
+def test_parts_are_worked_on_by_threads_in_which_torch_works_alone() -> None:
+    before, memory = torch.get_num_threads(), torch.zeros(8)
+
+    def work(number: int) -> tuple[int, int, bool]:
+        torch.zeros(100_000).add_(1)  # a thread's first work is what sets its number up
+        return number, torch.get_num_threads(), threading.current_thread() is threading.main_thread()
+
+    assert each_of(memory, work, range(9)) == [(number, 1, False) for number in range(9)]
+    assert torch.get_num_threads() == before
+    with pytest.raises(ZeroDivisionError):
+        each_of(memory, lambda number: 1 // number, [1, 0, 2])

@@ -461,6 +461,14 @@ def test_delta_sends_what_any_rank_has_changed_and_now_and_then_everything() -> 
     assert bytes_sent == [66, 44, 44, 66, 44]
 
 
+def test_version_ends_with_those_who_verified_it_whatever_becomes_of_the_others() -> None:
+    bench = Bench()
+    bench.sinks[1].answers["load m1"] = [broken(RuntimeError("out of order")) for _ in range(3)]
+    bench.sync.push(version=4)
+    assert bench.states == ["sampling", "stopped"] and bench.events.count("end") == 1
+    assert bench.events.index("A probe") < bench.events.index("end") < bench.events.index("A resume")
+
+
 def test_delta_of_nothing_still_makes_a_version() -> None:
     bench = Bench(delta=True)
     bench.source.different = [[]]
