@@ -81,6 +81,8 @@ def measure_speed(args: argparse.Namespace) -> tuple[list[Row], dict[str, float 
                 f"shm_unsigned_vs_memcpy{suffix}": memcpy["total_s"] / got[f"shm_unsigned{suffix}"]["total_s"],
                 f"peak_extra_vs_bucket{suffix}": told[f"peak_extra_bytes{suffix}"] / cfg.sync.bucket_bytes,
                 f"collective_vs_gloo{suffix}": got[f"gloo{suffix}"]["total_s"] / got[f"collective{suffix}"]["total_s"],
+                f"collective_unsigned_vs_gloo{suffix}": got[f"gloo{suffix}"]["total_s"]
+                / got[f"collective_unsigned{suffix}"]["total_s"],
             }
     return rows, ratios, told
 
@@ -125,6 +127,7 @@ def measure_model(cfg: Config, repeats: int, suffix: str, told: dict[str, Any]) 
             sync.push(version=repeat)
             for variant, sends, receives in (
                 ("collective", pack_everything, receive_everything),
+                ("collective_unsigned", pack_unsigned, receive_everything),
                 ("gloo", broadcast_everything, receive_everything),
             ):
                 reading = handle.actor._rpc.remote(receives)
