@@ -122,7 +122,7 @@ class RolloutEngine:
 
     async def wanted(self, shapes: dict[str, tuple[int, ...]], dtype: str) -> list[Wanted]:
         """What each worker wants of tensors of these shapes; checks them against the model."""
-        found: list[Wanted] = await self._attempt("wanted", shapes, dtype)
+        found: list[Wanted] = await self._run(lambda: self._call_workers("wanted", shapes, dtype))
         return found
 
     async def connect(self, name: str, seats: list[Seat], links: list[Link]) -> list[set[tuple[int, int]]]:
@@ -294,10 +294,6 @@ class RolloutEngine:
         """Raises RuntimeError in an engine that steps: weights must not change under it."""
         if not self._paused:
             raise RuntimeError(f"rollout engine {self.index} was resumed in the middle of a push: {TWO_DRIVERS}")
-
-    async def _attempt(self, method: str, *args: Any) -> list[Any]:
-        found: list[Any] = await self._run(lambda: self._call_workers(method, *args))
-        return found
 
     def _call_workers(self, method: str, *args: Any) -> list[Any]:
         """Calls a method of every worker's receiver. Raises ValueError with what they say when one of them fails."""

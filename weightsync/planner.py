@@ -98,9 +98,8 @@ def plan_rank(held: Regions, readers: Readers, slot_bytes: int) -> RankPlan:
         while first < stop:
             begin.append(first)
             room = int(ends[first] - sizes[first]) + slot_bytes
-            first = whole_until(
-                module, ends, first, min(int(np.searchsorted(ends, room, side="right")), stop), slot_bytes
-            )
+            cut = min(int(np.searchsorted(ends, room, side="right")), stop)
+            first = whole_until(module, ends, first, cut, slot_bytes)
     own = Moves(**{**vars(moves), "target": moves.target - readers.first[moves.target]})
     return RankPlan(moves=own, reader=reader, sizes=sizes, begin=np.array(begin, np.int64))
 
@@ -113,8 +112,7 @@ def whole_until(module: Ints, ends: Ints, first: int, cut: int, slot_bytes: int)
     if cut == len(module) or module[cut] != module[cut - 1]:
         return cut
     begin, end = np.searchsorted(module, [module[cut], module[cut] + 1]).tolist()
-    fits = ends[end - 1] - ends[begin - 1] <= slot_bytes if begin > first else False
-    return begin if fits else cut
+    return begin if begin > first and ends[end - 1] - ends[begin - 1] <= slot_bytes else cut
 
 
 def streams_of(plan: RankPlan, wants: Sequence[Wanted]) -> tuple[Stream, ...]:

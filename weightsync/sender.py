@@ -16,6 +16,7 @@ from weightsync.plan import Bucket, Item, Segment, Stream, Turn, Wanted, aligned
 Read = Callable[[int, int, int, int, int], torch.Tensor]
 Part = TypeVar("Part")
 Result = TypeVar("Result")
+START_S = 60.0  # longest wait for threads to start
 NUM_SLOTS = 2  # one is filled while the other is read
 
 
@@ -83,7 +84,7 @@ def fill(
             memory[end : aligned(end)].zero_()  # what is there by chance must not change a digest
         return digest_of(memory[s.begin : s.end])  # while it is in the cache
 
-    return tuple(map(fill_segment, bucket.segments) if not at_once else each_of(memory, fill_segment, bucket.segments))
+    return tuple(each_of(memory, fill_segment, bucket.segments) if at_once else map(fill_segment, bucket.segments))
 
 
 def spread(memory: torch.Tensor, bucket: Bucket, targets: Sequence[Read], wanted: Wanted) -> None:
@@ -122,7 +123,7 @@ def threads() -> ThreadPoolExecutor:
     """As many threads as torch uses, in each of which torch works alone; copying and signing let go of the
     interpreter's lock. Cutting every single copy up among torch's own threads costs 80 us to wake them."""
     count = torch.get_num_threads()
-    started = threading.Barrier(count + 1)
+    started = threading.Barrier(count + 1, timeout=START_S)
 
     def start() -> None:
         torch.get_num_threads()  # a thread that has not asked takes, at its first work, what was set last anywhere
