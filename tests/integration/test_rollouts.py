@@ -51,8 +51,9 @@ COLLECT_S = 0.2
 
 def config(folder: Path | None = None, **top: Any) -> Config:
     settings = {"prompts_per_step": 1, "samples_per_prompt": 8, "num_steps": 4}
+    rollout = {"max_tokens": 16, "max_model_len": CONTEXT, "kv_cache_bytes": 64 << 20, "num_threads": 1}
     return make_cfg(
-        rollout={"max_tokens": 16, "max_model_len": CONTEXT, "kv_cache_bytes": 64 << 20, "num_threads": 1},
+        rollout=rollout | {"deadline_s": 30},  # a pool gives up before pytest does, which would end every other test
         cluster=ClusterConfig(rollout_engines=2),
         **settings | top,
     )
@@ -241,7 +242,7 @@ def test_deadline_counts_while_an_engine_is_paused(engines: EngineGroup) -> None
     submit(handle, [hasty, patient])
     (late,) = collect(handle, [hasty], timeout_s=5)
     assert late.timed_out
-    ray.get(handle.actor.resume.remote(), timeout=60)
+    ray.get(handle.actor.accept_loaded.remote(0), timeout=60)  # as no push has connected, none can resume it
     (found,) = collect(handle, [patient])
     assert found.completion is not None
 
