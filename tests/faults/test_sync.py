@@ -45,6 +45,7 @@ from tests.integration.real import (
     one_thread,
     random_ids,
     restart,
+    start_engines,
     start_ranks,
     started_cluster,
     submit,
@@ -57,6 +58,7 @@ from weightsync.sync import WeightSync
 pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(300)]
 
 STALL_S = 10.0  # sync.timeout_s where something stalls
+PATIENT_S = 240.0  # requests wait while an engine starts again
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +132,7 @@ def connected(policy: Any, sinks: Sequence[Any], cfg: Config) -> WeightSync:
 def under_way(handles: Sequence[EngineHandle], seed: int) -> dict[str, list[Request]]:
     """Long requests of each engine that have begun."""
     sent = {
-        handle.name: [make_request(random_ids(seed + k, 20), max_tokens=LONG, seed=k) for k in range(3)]
+        handle.name: [make_request(random_ids(seed + k, 20), PATIENT_S, max_tokens=LONG, seed=k) for k in range(3)]
         for handle in handles
     }
     for handle in handles:
@@ -233,3 +235,39 @@ def kill_rank(world: World, tmp_path: Path, channel: Channel) -> None:
         versions = (1, world.folders["tied-1"]), (3, world.folders["tied-2"])
         assert assert_versions(handle, sent[handle.name], *versions) == len(sent[handle.name])
     assert_holds(handles, world.folders["tied-2"], 3)
+
+
+class Misled(Around):
+    """An engine that is told of digests which its second bucket does not have, once."""
+
+    rounds = 0
+
+    def load(self, name: str, items: list[Item]) -> Future[Any]:
+        self.rounds += 1
+        if self.rounds == 2:
+            items = [replace(item, digests=tuple(digest ^ 1 for digest in item.digests)) for item in items]
+        return self.inner.load(name, items)
+
+
+@pytest.mark.parametrize("channel", CHANNELS)
+def test_sync_with_one_of_three_readers_of_the_same_bytes_failing_never_waits_for_a_deadline(
+    world: World, folders: dict[str, Path], tmp_path: Path, channel: Channel
+) -> None:
+    cluster = next(iter(world.groups.values())).cluster
+    tied = folders["tied-0"]
+    engines = start_engines(cluster, config(tp=(1, 1, 1)), tied, tied, tied)
+    try:
+        cfg = pushing(channel, tmp_path)
+        policy = restart(world.groups[2], cfg, folders["tied-1"])
+        first, second, third = engines.handles
+        sync = connected(policy, [first, Misled(second), third], cfg)
+        assert [stream.reader for stream in sync.links[0].streams] == [0]  # one broadcast reaches all three
+        said: list[str] = []
+        sync.say = said.append
+        metrics = sync.push(1)
+        assert (metrics["sync/num_verified"], metrics["sync/num_restarted"]) == (3, 0), said
+        assert any("rollout engine 1 failed" in line and "digest" in line for line in said), said
+        assert not any("did not answer" in line or "imed out" in line for line in said), said
+        assert_holds(engines.handles, folders["tied-1"], 1)
+    finally:
+        engines.stop()

@@ -1,9 +1,12 @@
 """Broadcasts between a rank of the trainer and its readers, in process groups that stand alone from either side's own.
 
 Each rank has a group with each reader that it sends to: the rank first, then the workers that are this reader.
+Workers pass bytes on to each other, and gloo tells of a member that has left only those that talk to it. So whoever
+meets an error leaves too, which frees the others at once: otherwise they would wait for their deadline.
 """
 
 from collections.abc import Collection
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -33,8 +36,9 @@ class Broadcaster:
     def __init__(self, address: GroupAddress, num_slots: int):
         self.address = address
         self._slots = [torch.zeros(address.slot_bytes, dtype=torch.uint8) for _ in range(num_slots)]
-        self._sending: list[list[Any]] = [[] for _ in range(num_slots)]
+        self._sent: list[Future[None] | None] = [None] * num_slots
         self._groups: dict[int, Any] = {}
+        self._waiting = ThreadPoolExecutor(1, thread_name_prefix="broadcasts")
 
     def connect(self) -> None:
         """Meets every reader. Blocks until all its workers are there too."""
@@ -42,25 +46,37 @@ class Broadcaster:
             self._groups[reader] = join(self.address, reader, 0)
 
     def slot(self, index: int) -> torch.Tensor:
-        """Bytes [slot_bytes] of a slot, once what was in it has been sent."""
-        for work in self._sending[index]:
-            work.wait()
-        self._sending[index] = []
+        """Bytes [slot_bytes] of a slot, once what was in it has been sent. Raises RuntimeError when that failed."""
+        if (sent := self._sent[index]) is not None:
+            sent.result()
+        self._sent[index] = None
         return self._slots[index]
 
     def begin(self, version: int, modules: Collection[str] | None) -> None:
         """As weightsync.channels.channel.Outlet."""
 
     def send(self, index: int, reader: int, bucket: Bucket) -> None:
-        """Starts the broadcasts of what is sent of a bucket."""
+        """Starts the broadcasts of what is sent of a bucket; none when a member has left, whose load says why."""
         memory = self._slots[index]
-        self._sending[index] = [broadcast(self._groups[reader], memory[a:b]) for a, b in bucket.ranges]
+        if (group := self._groups.get(reader)) is not None:
+            works = [broadcast(group, memory[a:b]) for a, b in bucket.ranges]
+            self._sent[index] = self._waiting.submit(self._finish, works)
+
+    def _finish(self, works: list[Any]) -> None:
+        """As `finish`; leaves all groups when that fails."""
+        try:
+            finish(works)
+        except Exception:
+            self._groups.clear()
+            raise
 
     def end(self, version: int) -> None:
         """As weightsync.channels.channel.Outlet."""
 
     def close(self) -> None:
+        """As weightsync.channels.channel.Outlet."""
         self._groups.clear()
+        self._waiting.shutdown(wait=False)
 
 
 class Listener:
@@ -73,9 +89,13 @@ class Listener:
         """As weightsync.channels.channel.Inlet."""
 
     def receive(self, slot: int, bucket: Bucket, memory: torch.Tensor) -> torch.Tensor:
-        """The next bytes, whatever the slot that they were sent from, in `memory`."""
-        for work in [broadcast(self._group, memory[a:b]) for a, b in bucket.ranges]:
-            work.wait()
+        """The next bytes, whatever the slot that they were sent from, in `memory`. Raises RuntimeError when they do not
+        come, and leaves the group."""
+        try:
+            finish([broadcast(self._group, memory[a:b]) for a, b in bucket.ranges])
+        except Exception:
+            self._group = None
+            raise
         return memory
 
 
@@ -92,6 +112,15 @@ def broadcast(group: Any, data: torch.Tensor) -> Any:
     options = BroadcastOptions()
     options.rootRank, options.rootTensor = 0, 0
     return group.broadcast([data], options)
+
+
+def finish(works: list[Any]) -> None:
+    """Waits for broadcasts, and takes them out of the list: each keeps the connections of its group open."""
+    try:
+        while works:
+            works.pop(0).wait()
+    finally:
+        works.clear()
 
 
 def serve(host: str, timeout_s: float) -> TCPStore:
