@@ -98,6 +98,9 @@ def with_environment(texts: list[str]) -> list[str]:
     expanded = []
     for text in texts:
         group, _, choice = text.partition("=")
+        if group == "env" and (choice.endswith(".py") or "/" in choice):
+            module = choice.removesuffix(".py").strip("./").replace("/", ".")
+            raise ConfigError(f"{text}: takes no file; name the class in it as it is imported: env={module}.CLASS")
         if group == "env" and choice not in ("", "none"):
             path = re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", choice)
             expanded.append(f"env._target_={choice}" if path else text)

@@ -165,6 +165,12 @@ class Episodes:
         cut_off = completion.finish_reason == "length"
         action = parse(text, self.tool_format, cut_off, tokenizer=self.tokenizer, tools=conversation.tools)
         played.transcript.append(
-            {"kind": "action", "agent": conversation.agent, "segment": conversation.node, "text": text}
+            {
+                "kind": "action",
+                "agent": conversation.agent,
+                "segment": conversation.node,
+                "text": text,
+                "truncated": cut_off,
+            }
         )
         return action

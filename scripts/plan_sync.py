@@ -260,7 +260,5 @@ def main(argv: list[str]) -> NoReturn:
 
 
 if __name__ == "__main__":
-    import os
-
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     main(sys.argv[1:])

@@ -22,6 +22,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 FILE = "rollouts.jsonl"
+CUT_OFF = " [cut off: no more tokens]"
 MAIN_AGENT = "main"  # rl.types.MAIN_AGENT, which brings torch and takes seconds to import
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1000px; margin: 2em auto; color: #222; }
@@ -106,7 +107,8 @@ def turns_of(rollout: dict[str, Any]) -> list[dict[str, Any]]:
     prompt = rollout.get("prompt")
     said = prompt if isinstance(prompt, list) else [{"role": "user", "content": str(prompt)}]
     messages = [{"kind": "message", **message} for message in said]
-    return [*messages, {"kind": "action", "text": rollout["completion"], "reward": rollout["reward"] or 0.0}]
+    action = {"kind": "action", "text": rollout["completion"], "truncated": rollout["truncated"]}
+    return [*messages, action | {"reward": rollout["reward"] or 0.0}]
 
 
 def actor(turn: dict[str, Any]) -> str:
@@ -137,6 +139,7 @@ def show(rollouts: list[dict[str, Any]], console: Console, tokens: bool) -> None
             if turn["kind"] == "action":
                 body.append(f"{actor(turn)}  ", style="green bold")
                 body.append(f"{turn['text']}", style="green")
+                body.append(CUT_OFF if turn.get("truncated") else "", style="red")
                 body.append(f"   [{turn['reward']:+g}]\n" if turn.get("reward") else "\n", style="bold")
             elif turn["kind"] == "message":
                 body.append(f"{turn.get('role', '')}  ", style="bold")
@@ -183,6 +186,7 @@ def turn_html(turn: dict[str, Any]) -> str:
     text = turn.get("text") if turn["kind"] != "message" else turn.get("content")
     reward = f"<span class=reward>{turn['reward']:+g}</span>" if turn.get("reward") else ""
     inside = f"<span class=who>{html.escape(str(who))}</span>\n{html.escape(str(text or ''))}"
+    inside += f"<span class=bad>{CUT_OFF}</span>" if turn.get("truncated") else ""
     return f"<div class='turn {turn['kind']}'>{reward}{inside}</div>"
 
 
@@ -209,6 +213,10 @@ def main(argv: list[str]) -> int:
     args = build_parser().parse_args(argv)
     try:
         rollouts = load(args.run)
+    except FileNotFoundError as error:
+        what = "it has no rollouts (yet)" if args.run.is_dir() else "there is no such run folder"
+        print(f"error: {args.run}: {what}; {error.filename} cannot be found", file=sys.stderr)
+        return 2
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -249,7 +249,10 @@ class Session:
         for key, message in zip(asked.keys[1:], asked.messages, strict=True):
             if key not in self._noted:
                 transcript.append({"kind": "message", "agent": asked.agent} | message)
-        transcript.append({"kind": "action", "agent": asked.agent, "segment": node, "text": answer.text})
+        cut_off = answer.finish_reason == "length"
+        transcript.append(
+            {"kind": "action", "agent": asked.agent, "segment": node, "text": answer.text, "truncated": cut_off}
+        )
         key = next_key(asked.keys[-1], as_message(answer.message, len(asked.messages)))
         self._actions[key] = node
         self._noted.update(asked.keys, [key])

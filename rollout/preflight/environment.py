@@ -117,32 +117,47 @@ def make_tasks(cfg: Config) -> tuple[list[Prompt], list[Prompt]]:
 def task_maker(cfg: Config) -> Callable[[str, int], list[dict[str, Any]]]:
     """(split, count) -> that many tasks of the environment's own. Raises ConfigError."""
     target = str(cfg.env._target_)
-    function = getattr(import_function(target, KEY), "make_task", None)
+    owner = import_function(target, KEY)
+    function = getattr(owner, "make_task", None)
     if function is None:
         raise ConfigError(
             f"data.from_env=true: {target} has no make_task(split, seed, index, **kwargs); add it, or give tasks with "
             "data=file data.path=FILE"
         )
+    if inspect.isclass(owner) and inspect.isfunction(inspect.getattr_static(owner, "make_task")):
+        raise ConfigError(
+            f"{KEY}={target}: make_task must be static, as it is called without an object; put @staticmethod above it"
+        )
     kwargs = cfg.env.kwargs | cfg.data.kwargs
-    check_arguments(function, f"{KEY}={target}.make_task", target, "train", cfg.seed, 0, **kwargs)
+    try:
+        check_arguments(function, KEY, f"{target}.make_task", "train", cfg.seed, 0, **kwargs)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}; it is called as make_task(split, seed, index, **kwargs), with those of env and data"
+        ) from error
+
+    def make_one(split: str, index: int) -> tuple[dict[str, Any], str]:
+        """The task, and how rollouts.jsonl holds it."""
+        called = f"{KEY}={target}: make_task({split!r}, {cfg.seed}, {index})"
+        try:
+            task = function(split, cfg.seed, index, **kwargs)
+        except (Exception, SystemExit) as error:
+            raise ConfigError(f"{called}: {describe(error)}") from error
+        if not isinstance(task, dict):
+            raise ConfigError(f"{KEY}={target}: make_task gave a {type(task).__name__}, not a dict")
+        try:
+            return task, json.dumps(task)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ConfigError(f"{called}: {error}") from error
 
     def make(split: str, count: int) -> list[dict[str, Any]]:
-        tasks = []
-        for index in range(count):
-            try:
-                task = function(split, cfg.seed, index, **kwargs)
-            except (Exception, SystemExit) as error:
-                raise ConfigError(
-                    f"{KEY}={target}: make_task({split!r}, {cfg.seed}, {index}): {describe(error)}"
-                ) from error
-            if not isinstance(task, dict):
-                raise ConfigError(f"{KEY}={target}: make_task gave a {type(task).__name__}, not a dict")
-            try:
-                json.dumps(task)  # as rollouts.jsonl holds it
-            except (TypeError, ValueError, RecursionError) as error:
-                raise ConfigError(f"{KEY}={target}: make_task({split!r}, {cfg.seed}, {index}): {error}") from error
-            tasks.append(task)
-        return tasks
+        tasks = [make_one(split, index) for index in range(count)]
+        if tasks and make_one(split, 0)[1] != tasks[0][1]:
+            raise ConfigError(
+                f"{KEY}={target}: make_task({split!r}, {cfg.seed}, 0) gave another task the second time; a run that "
+                "resumes needs the same ones, so draw from random.Random(f'{split}-{seed}-{index}') alone"
+            )
+        return [task for task, _ in tasks]
 
     return make
 

@@ -98,4 +98,18 @@ def test_run_without_usable_rollouts_is_named(
 
 def test_folder_that_is_no_run_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path / "none")]) == 2
-    assert "none" in capsys.readouterr().err
+    assert "none: there is no such run folder" in capsys.readouterr().err
+    assert main([str(tmp_path)]) == 2
+    assert "it has no rollouts (yet)" in capsys.readouterr().err
+
+
+def test_turn_that_was_cut_off_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cut = rollout(text="unfinished")
+    cut["transcript"][1]["truncated"] = True
+    single = rollout(text="sing", truncated=True) | {"transcript": []}
+    run, page = write(tmp_path, rollout(text="finished"), cut, single), tmp_path / "page.html"
+    assert main([str(run)]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("[cut off") == 2 and "unfinished [cut off" in shown and "sing [cut off" in shown
+    assert main([str(run), "--html", str(page)]) == 0
+    assert page.read_text().count("[cut off") == 2
