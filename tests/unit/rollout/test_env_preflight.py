@@ -10,81 +10,18 @@ from conf.errors import ConfigError
 from conf.launch import compose
 from conf.schema import NO_REWARD, Config, DataConfig, EnvConfig, ModelConfig, RewardConfig, RolloutConfig, SftConfig
 from rollout.demonstrations import oracle_turns
-from rollout.environment import Action, Observation, StepResult, Task
+from rollout.environment import Observation
 from rollout.played import task_of
 from rollout.preflight.environment import make_bridge, make_tasks, prepare_env, try_first_task
-from rollout.tools import ToolEnv, tool
 from tests.unit.rollout.agents import CHATML, FORGETFUL, chat_tokenizer
 
-
-class Plain:
-    """Makes tasks, has no oracle."""
-
-    def __init__(self, length: int = 1):
-        self.length = length
-
-    @staticmethod
-    def make_task(split: str, seed: int, index: int, **kwargs: Any) -> dict[str, Any]:
-        return {"text": f"{split}{index}" * kwargs.get("length", 1)}
-
-    def reset(self, task: Task) -> Any:
-        return task.data["text"]
-
-    def step(self, action: Action) -> StepResult:
-        return StepResult(terminated=True, reward=1.0)
-
-    def close(self) -> None:
-        return None
-
-
-class NoTasks:
-    def reset(self, task: Task) -> Any:
-        return "x"
-
-    def step(self, action: Action) -> StepResult:
-        return StepResult(terminated=True)
-
-
-class NoStep:
-    def reset(self, task: Task) -> Any:
-        return "x"
-
-
-class NumberForText(Plain):
-    def reset(self, task: Task) -> Any:
-        return 7
-
-
-class SetForTask(Plain):
-    @staticmethod
-    def make_task(split: str, seed: int, index: int, **kwargs: Any) -> dict[str, Any]:
-        return {"text": {split}}
-
-
-class ExitForTask(Plain):
-    @staticmethod
-    def make_task(split: str, seed: int, index: int, **kwargs: Any) -> dict[str, Any]:
-        raise SystemExit(3)
-
-
-class Tools(ToolEnv):
-    @staticmethod
-    def make_task(split: str, seed: int, index: int) -> dict[str, Any]:
-        return {}
-
-    def reset(self, task: Task) -> str:
-        return "look"
-
-    @tool
-    def look(self, where: str) -> str:
-        """Looks somewhere."""
-        return where
+ENVS = "tests.unit.rollout.some_envs"
 
 
 def config(target: str, *, from_env: bool = True, sft: int = 0, max_model_len: int = 200, **env: Any) -> Config:
     return Config(
         model=ModelConfig(path="m"),
-        env=EnvConfig(_target_=target if "." in target else f"{__name__}.{target}", isolation=Isolation.inline, **env),
+        env=EnvConfig(_target_=target if "." in target else f"{ENVS}.{target}", isolation=Isolation.inline, **env),
         data=DataConfig(
             from_env=from_env, _target_=None if from_env else "rollout.tasks.sort.generate", size=3, eval_size=2
         ),
@@ -114,6 +51,15 @@ def test_tasks_of_the_environment_are_made_for_each_split() -> None:
     assert [p.index for p in train] == [0, 1, 2]
 
 
+def test_arguments_that_make_task_does_not_take_are_named() -> None:
+    cfg = config("Tools")
+    cfg.data.kwargs = {"length": 3}
+    with pytest.raises(
+        ConfigError, match=r"Tools\.make_task .*'length'; it is called as make_task\(split, seed, index"
+    ):
+        make_tasks(cfg)
+
+
 def test_records_of_the_data_are_tasks_too() -> None:
     train, _ = make_tasks(config("Plain", from_env=False))
     assert set(train[0].record) == {"prompt", "answer"}
@@ -131,6 +77,8 @@ def test_records_of_the_data_are_tasks_too() -> None:
         ("Plain", {}, None, "no chat template"),
         ("Plain", {}, FORGETFUL, "rewrites history.*env.on_rewrite=keep"),
         ("SetForTask", {}, CHATML, r"make_task\('train', 0, 0\): Object of type set is not JSON serializable"),
+        ("ObjectForTask", {}, CHATML, "ObjectForTask: make_task must be static.*@staticmethod"),
+        ("ChanceForTask", {}, CHATML, r"make_task\('train', 0, 0\) gave another task the second time"),
         ("ExitForTask", {}, CHATML, r"make_task\('train', 0, 0\): SystemExit: 3"),
         ("Tools", {}, CHATML, "has tools, but env.tool_format=auto.*env.tool_format=hermes"),
         ("Tools", {"tool_format": "hermes"}, CHATML, "rollout.max_tokens=16: the shortest call of a tool of .* is 5. "),
@@ -183,6 +131,8 @@ def test_env_on_the_command_line_brings_its_tasks_and_rewards() -> None:
         (["data=env"], "there is no environment to make tasks"),
         (["env=guess", "reward=arithmetic"], "the environment gives the rewards; use reward=none"),
         (["env=gues"], "env has no such choice.*nearest: guess"),
+        (["env=my_envs.py"], "takes no file; .*env=my_envs.CLASS"),
+        (["env=./games/my_envs.py"], "takes no file; .*env=games.my_envs.CLASS"),
         (["env=guess", "env.context_tokens=9999"], "an engine takes no more"),
         (["env=guess", "env.on_rewrite=fork", "env.context=window"], "use env.context=stop"),
         (["env=guess", "env.tool_format=json"], "must be one of auto, hermes, llama, xml, none, or vllm:NAME"),

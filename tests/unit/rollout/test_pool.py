@@ -16,6 +16,7 @@ from rl.faults import RoleDied, RoleTimeout
 from rl.prompts import PromptStream
 from rl.types import Completion, Prompt, Sampling, Status
 from rollout import pool as pool_module
+from rollout import router as router_module
 from rollout.engine import Outcome, Request
 from rollout.pool import RolloutPool, shuffle_rewards
 from rollout.rewards import Scored
@@ -360,7 +361,7 @@ def test_request_past_its_deadline_is_a_timeout_not_a_reward(make_pool: MakePool
 
 
 def test_silent_engine_is_given_up_after_the_grace_period(make_pool: MakePool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_module, "GRACE_S", 0.0)
+    monkeypatch.setattr(router_module, "GRACE_S", 0.0)
     engine = ScriptedEngine("mute")
     pool = make_pool(small(rollout={"deadline_s": 0.01}), engine)
     pool.start(0, version=0)
