@@ -25,7 +25,7 @@ from weightsync.channels.disk import FolderAddress, FolderWriter
 from weightsync.channels.ipc import DeviceRing
 from weightsync.channels.shm import Ring
 from weightsync.folder import in_groups
-from weightsync.plan import TWO_DRIVERS, Item, Link, Turn, Wanted
+from weightsync.plan import Item, Link, Turn, Wanted, two_drivers
 from weightsync.planner import RankPlan, join_readers, plan_rank, streams_of
 from weightsync.saved_plan import Key, load_plan
 from weightsync.sender import NUM_SLOTS, Read, Sender
@@ -272,10 +272,7 @@ class PolicyRank(Rank):
     def _sender_of(self, name: str) -> Sender:
         """The sender, if it plans for the connection of this name."""
         if self._sender is None or name != self._connection:
-            raise SyncError(
-                f"another weight sync has planned with these ranks (connection {self._connection}, this push uses "
-                f"{name}): {TWO_DRIVERS}"
-            )
+            raise SyncError(two_drivers("planned with these ranks", self._connection, name))
         return self._sender
 
     def _sources(self, version: int) -> list[Read]:

@@ -18,7 +18,7 @@ from conf.choices import Quantization
 from conf.errors import ConfigError
 from conf.schema import Config
 from rl.types import Completion, Sampling
-from weightsync.plan import TWO_DRIVERS, Item, Link, Seat, Wanted
+from weightsync.plan import TWO_DRIVERS, Item, Link, Seat, Wanted, two_drivers
 
 IDLE_WAIT_S = 0.5
 QUANTIZATIONS = {
@@ -189,10 +189,7 @@ class RolloutEngine:
                     f"rollout engine {self.index}: no push has reached it since it started; it must stay paused"
                 )
             if name != self._connection:
-                raise RuntimeError(
-                    f"another weight sync has connected to this engine (connection {self._connection}, this push uses "
-                    f"{name}): {TWO_DRIVERS}"
-                )
+                raise RuntimeError(two_drivers("connected to this engine", self._connection, name))
             if not self._whole:
                 raise RuntimeError(
                     f"rollout engine {self.index} is in the middle of a push (connection {self._connection}) and must "

@@ -140,6 +140,11 @@ class Stream:
         return digest.hexdigest()[:16]
 
 
+def two_drivers(did: str, now: str, name: str) -> str:
+    """What is wrong when the connection is `now` and a push goes by the one of `name`; what the other sync `did`."""
+    return f"another weight sync has {did} (connection {now}, this push uses {name}): {TWO_DRIVERS}"
+
+
 def turns_of(streams: Sequence[Stream], rank: int) -> list[Turn]:
     """The order in which a rank sends its buckets.
 

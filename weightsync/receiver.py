@@ -31,7 +31,18 @@ from weightsync.channels.disk import FolderAddress
 from weightsync.channels.ipc import DeviceAddress
 from weightsync.channels.shm import RingAddress
 from weightsync.folder import differences, folder_shapes
-from weightsync.plan import TWO_DRIVERS, Bucket, Item, Link, Seat, Stream, Wanted, fingerprint, narrowed, whole_modules
+from weightsync.plan import (
+    Bucket,
+    Item,
+    Link,
+    Seat,
+    Stream,
+    Wanted,
+    fingerprint,
+    narrowed,
+    two_drivers,
+    whole_modules,
+)
 from weightsync.record import record, restore
 from weightsync.regions import Moves, Regions, intersect
 from weightsync.sender import digests, piece_of
@@ -196,10 +207,7 @@ class Receiver:
         if not self.name:
             raise ValueError(UNCONNECTED)
         if name != self.name:
-            raise ValueError(
-                f"another weight sync has connected to this engine (connection {self.name}, this push uses {name}): "
-                f"{TWO_DRIVERS}"
-            )
+            raise ValueError(two_drivers("connected to this engine", self.name, name))
 
     def _sent(self, rank: int, number: int, bucket: Bucket) -> Moves:
         """This worker's moves out of what is sent of a bucket."""
