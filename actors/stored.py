@@ -17,6 +17,7 @@ from actors.rank_files import LAYOUT, RankFiles
 from actors.resume import require_same_base
 from conf.errors import ConfigError
 from rl.faults import CheckpointError
+from weightsync.channels.disk import require_whole_version
 from weightsync.files import Entry, Mapped, read_entries
 from weightsync.folder import files_of as folder_files
 from weightsync.folder import read_object, without_tied_head
@@ -46,7 +47,7 @@ def open_stored(path: Path, dtype: str | None, checked: Tick = lambda _: None) -
 
     Weights are rounded to `dtype`; None keeps a checkpoint's trainer.dtype, and what other folders hold. `checked` is
     told of the bytes whose checksums are right. Raises ConfigError or CheckpointError, naming the file, for what is no
-    model, or damaged.
+    model, or damaged, and SyncError for a version of a sync.folder that holds only what had changed.
     """
     if not path.is_dir():
         raise ConfigError(f"{path}: no such folder (looked in {Path.cwd()}); name a checkpoint or a model folder")
@@ -55,6 +56,7 @@ def open_stored(path: Path, dtype: str | None, checked: Tick = lambda _: None) -
         if newest is None:
             raise ConfigError(f"{path}: no whole checkpoint in this run folder" + "".join(f"; {w}" for w in warnings))
         path = newest
+    require_whole_version(path)
     try:
         if (path / "manifest.json").exists():
             return open_checkpoint(path, dtype, checked)

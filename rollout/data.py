@@ -10,8 +10,10 @@ from conf.choices import Template
 from conf.errors import ConfigError
 from conf.imports import check_arguments, describe, import_function, nearest
 from conf.schema import DataConfig, SftConfig
+from rl.faults import SyncError
 from rl.prompts import epoch_order
 from rl.types import Prompt
+from weightsync.channels.disk import require_whole_version
 
 Record = dict[str, Any]
 # (where it stands, for messages; the record)
@@ -268,6 +270,10 @@ def require_model_folder(model_path: str, key: str = "model.path") -> None:
     if not folder.is_dir():
         make = f"; make it with: python scripts/prepare_model.py {folder.name}" if model_path in OURS else ""
         raise ConfigError(f"{key}={model_path}: no such folder (looked in {Path.cwd()}){make}")
+    try:
+        require_whole_version(folder)
+    except SyncError as error:
+        raise ConfigError(f"{key}={model_path}: {error}") from error
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{key}={model_path}: no config.json in it; a Hugging Face model folder is needed")
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):

@@ -48,11 +48,13 @@ from rollout.preflight.launch import (
     require_engine_device,
     require_memory,
     require_own_folder,
+    require_version_room,
 )
 from rollout.record import describe_rollout
 from rollout.turns import Turns
 from scripts.sft import warm_start
 from scripts.wiring import KINDS, connect_sync, make_groups, make_player, role_paths, start_in_turn
+from weightsync.channels.disk import remove_left
 from weightsync.folder import own_shapes
 from weightsync.plan import PlanError
 
@@ -90,6 +92,7 @@ def train(cfg: Config) -> int:
         )
         return 0
     require_own_folder(cfg, start.run_dir)
+    require_version_room(cfg, prepared.shapes, prepared.model, cfg.num_steps - state.step + 1)
     write_config(start.run_dir, to_yaml(cfg))
     write_versions(start.run_dir)
     (start.run_dir / "summary.json").unlink(missing_ok=True)
@@ -129,6 +132,8 @@ class Session:
         peak = None
         with ExitStack() as stack:
             try:
+                if self.cfg.sync.folder is not None:
+                    stack.callback(remove_left, Path(self.cfg.sync.folder))  # when the ranks have ended
                 cluster = self._start_cluster(stack)
                 peak = start_peak(cluster.run_id)
                 stack.callback(peak.stop)

@@ -30,7 +30,7 @@ from rollout.preflight.environment import PreparedEnv, make_tasks, prepare_env, 
 from rollout.preflight.model_folder import check_model
 from rollout.preflight.role_models import check_role_models, read_shapes
 from rollout.rewards import check_reward
-from weightsync.channels.disk import claim
+from weightsync.channels.disk import KEPT, bytes_there, claim
 from weightsync.folder import without_tied_head
 from weightsync.plan import PlanError
 from weightsync.saved_plan import require_sizes
@@ -327,6 +327,29 @@ def require_own_folder(cfg: Config, run_dir: Path) -> None:
             raise ConfigError(str(error)) from error
         except (OSError, ValueError) as error:
             raise ConfigError(f"sync.folder={cfg.sync.folder}: {error}") from error
+
+
+def require_version_room(
+    cfg: Config, shapes: Mapping[str, tuple[int, ...]], model: Mapping[str, Any], pushes: int
+) -> None:
+    """Raises ConfigError when the disk of sync.folder cannot hold the versions that `pushes` pushes leave there at
+    once: those that are kept, and one that is being written. What is there already counts as room.
+
+    With sync.delta only whole ones are counted: nobody knows how much will change.
+    """
+    if cfg.sync.folder is None:
+        return
+    root, sync = Path(cfg.sync.folder), cfg.sync
+    versions = min(pushes, 1 + (pushes > sync.full_every) if sync.delta else KEPT + 1)
+    item = min(ITEM_BYTES[cfg.trainer.dtype], ITEM_BYTES[cfg.rollout.dtype])
+    wanted = versions * item * sum(math.prod(shape) for shape in without_tied_head(shapes, model).values())
+    free = shutil.disk_usage(root).free + bytes_there(root)
+    if free < wanted:
+        raise ConfigError(
+            f"sync.folder={root}: {free / 1e6:,.1f} MB free, what earlier versions there take included, but {versions} "
+            f"versions of this model, of which one is being written, need {wanted / 1e6:,.1f} MB; make room, or give a "
+            "sync.folder on a larger disk"
+        )
 
 
 def require_compilers(cfg: Config, device: str) -> None:

@@ -3,9 +3,12 @@
 The ranks write what each of them holds straight to its place in the safetensors files, and every worker reads what it
 wants of it. A version's folder gets its name once every engine that is left has it, so others may take it from there:
 `version-000012` with the model's index, and with its configuration and tokenizer. In a push of what has changed it
-holds only tensors of which an engine's module has changed; `sync.json` says so.
+holds only tensors of which an engine's module has changed; unless these are all, `sync.json` says so, and there is no
+configuration.
 """
 
+import contextlib
+import errno
 import fcntl
 import json
 import math
@@ -13,7 +16,8 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,10 +30,11 @@ from weightsync.plan import ITEM_BYTES, Bucket, Buffer, Wanted, aligned
 from weightsync.regions import Regions
 
 FILE_BYTES = 5 << 30  # tensors of at most so many bytes in a file, unless one alone is larger
-KEPT = 2  # versions, and all since the last whole one
+KEPT = 2  # versions, and all since the whole one that the first of them builds on
 INDEX, ABOUT = "model.safetensors.index.json", "sync.json"
 UNFINISHED = ".writing-"
 OWNER = ".run"  # the run folder of the run whose versions these are
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,9 +177,10 @@ class FolderWriter:
         if self._rank == 0:
             require_replaceable(version_folder(Path(self.address.root), version), version)
         self._aside, self._files = self.address.aside(version), files_of(self.address, modules)
-        self._places = places_of(self._files)
-        self._whole = modules is None
-        self._aside.mkdir(exist_ok=True)
+        self._version, self._places = version, places_of(self._files)
+        self._whole = len(self._places) == len(self.address.buffers)  # a push of changes may carry everything
+        with self._told_when_full():
+            self._aside.mkdir(exist_ok=True)
         if self._rank == 0:
             for file in self._files:
                 self._write(file.name, [(0, file.header)])
@@ -194,7 +200,7 @@ class FolderWriter:
 
     def _write(self, name: str, parts: Sequence[tuple[int, Any]]) -> None:
         path = self._aside / name
-        with naming(path):
+        with self._told_when_full(), naming(path):
             file = os.open(path, os.O_CREAT | os.O_WRONLY, 0o644)
             try:
                 for offset, data in parts:
@@ -207,13 +213,23 @@ class FolderWriter:
         """Gives the folder its name (rank 0), and removes versions that nobody needs any more."""
         if self._rank > 0:
             return
-        root, buffers = Path(self.address.root), self.address.buffers
-        for path in self._beside:
+        root = Path(self.address.root)
+        with self._told_when_full():
+            self._write_beside(version)
+        final = version_folder(root, version)
+        remove(final)  # of a run that was resumed from before it
+        self._aside.rename(final)
+        prune(root, version)
+        sync_file(root)
+
+    def _write_beside(self, version: int) -> None:
+        """Writes what a version's folder has beside weights, through to the disk."""
+        buffers = self.address.buffers
+        for path in self._beside if self._whole else []:  # nobody is to load a part as a model
             with naming(self._aside / path.name):
                 shutil.copyfile(path, self._aside / path.name)
         where = {buffers[number].name: file for number, (file, _) in self._places.items()}
-        total = sum(math.prod(self.address.shapes[n]) * ITEM_BYTES[buffers[n].dtype] for n in self._places)
-        index = {"metadata": {"total_size": total}, "weight_map": where}
+        index = {"metadata": {"total_size": self._num_bytes()}, "weight_map": where}
         for name, content in (
             (INDEX, json.dumps(index, indent=1)),
             (ABOUT, json.dumps({"version": version, "whole": self._whole})),
@@ -223,11 +239,27 @@ class FolderWriter:
         for path in [*self._aside.iterdir(), self._aside]:
             with naming(path):
                 sync_file(path)
-        final = version_folder(root, version)
-        remove(final)  # of a run that was resumed from before it
-        self._aside.rename(final)
-        prune(root, version)
-        sync_file(root)
+
+    def _num_bytes(self) -> int:
+        """Bytes of the weights of the version that is being written."""
+        buffers, shapes = self.address.buffers, self.address.shapes
+        return sum(math.prod(shapes[number]) * ITEM_BYTES[buffers[number].dtype] for number in self._places)
+
+    @contextmanager
+    def _told_when_full(self) -> Iterator[None]:
+        """Raises SyncError when the disk is full, or a quota used up."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            root = Path(self.address.root)
+            there, free = bytes_of([self._aside]), shutil.disk_usage(root).free
+            raise SyncError(
+                f"sync.folder={root}: {error.strerror}: version {self._version} takes {self._num_bytes() / 1e6:,.1f} "
+                f"MB, of which {there / 1e6:,.1f} MB are written, and {free / 1e6:,.1f} MB are free beside the "
+                "versions that are kept; make room, or give a sync.folder on a larger disk, and start the run again"
+            ) from error
 
     def close(self) -> None:
         """Removes what was not finished, and lets others write to the folder."""
@@ -289,12 +321,12 @@ def claim(root: Path, run: Path) -> None:
 
 def prune(root: Path, version: int) -> None:
     """Removes versions after this one, which is the newest (a run was resumed from before them), and of those before
-    it all but KEPT and what has come since the last whole one."""
+    it all but KEPT and what these build on: all since the last whole one that is not after them."""
     abouts = [about for path in root.glob("version-*") if (about := about_version(path)) is not None]
     found = {about["version"]: about["whole"] for about in abouts}  # version: whether it is whole
     older = sorted(number for number in found if number <= version)
-    whole = [number for number in older if found[number]]
-    first = min([*older[-KEPT:], *whole[-1:]])
+    first = min(older[-KEPT:])
+    first = max((number for number in older if found[number] and number <= first), default=first)
     for number in found:
         if number > version or number < first:
             remove(version_folder(root, number))
@@ -312,6 +344,40 @@ def remove_unfinished(root: Path) -> None:
     """Removes what was begun and not finished. Only for who holds the lock, or when nobody writes any more."""
     for left in root.glob(f"{UNFINISHED}*"):
         shutil.rmtree(left, ignore_errors=True)  # a rank may be writing to it as it dies
+
+
+def remove_left(root: Path) -> None:
+    """Removes what a run that is over has begun and not finished, unless another one pushes into the folder by now."""
+    with contextlib.suppress(SyncError):
+        file = lock(root)
+        try:
+            remove_unfinished(root)
+        finally:
+            os.close(file)
+
+
+def bytes_of(folders: Sequence[Path]) -> int:
+    """What the files in these folders take on the disk."""
+    return sum(path.stat().st_blocks * 512 for folder in folders for path in folder.glob("*"))
+
+
+def bytes_there(root: Path) -> int:
+    """What versions in a folder, and what is left of unfinished ones, take on the disk."""
+    versions = [path for path in root.glob("version-*") if about_version(path) is not None]
+    return bytes_of([*versions, *root.glob(f"{UNFINISHED}*")])
+
+
+def require_whole_version(path: Path) -> None:
+    """Raises SyncError for a version's folder that holds only a part of the weights."""
+    try:
+        whole = json.loads((path / ABOUT).read_text())["whole"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return  # no version's folder
+    if whole is False:
+        raise SyncError(
+            f'{path} holds only what has changed since the version before (sync.delta; "whole": false in its {ABOUT}), '
+            "which is no model by itself; use a version that is whole, or a checkpoint of the run"
+        )
 
 
 def lock(root: Path) -> int:

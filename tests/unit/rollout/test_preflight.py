@@ -5,6 +5,7 @@ import math
 import shutil
 from collections import namedtuple
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,6 +36,7 @@ from conf.schema import (
     TeacherConfig,
     TrainerConfig,
 )
+from rollout.data import require_model_folder
 from rollout.preflight.launch import (
     Prepared,
     prepare,
@@ -45,6 +47,7 @@ from rollout.preflight.launch import (
     require_engine_sizes,
     require_memory,
     require_own_folder,
+    require_version_room,
 )
 
 HEADS, CONTEXT = 4, 1024  # of the tiny model
@@ -696,6 +699,30 @@ def test_saved_plan_that_is_none_is_named(scene: Scene, tmp_path: Path) -> None:
     cfg = scene.cfg(sync=SyncConfig(plan=str(tmp_path), probe_tokens=8))
     with pytest.raises(ConfigError, match=r"sync\.plan=.*: no saved plan .*scripts/plan_sync\.py --save"):
         require_channel(cfg, "cpu")
+
+
+def test_folder_without_room_for_versions_is_refused(
+    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg = scene.cfg(sync=SyncConfig(channel=Channel.disk, folder=str(tmp_path), probe_tokens=8))
+    shapes = {"w": (1000, 1000)}  # a version of 4 MB
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=11_000_000))
+    require_version_room(cfg, shapes, {}, pushes=2)
+    with pytest.raises(ConfigError, match=r"sync\.folder=.*: 11\.0 MB free, .* 3 versions .* need 12\.0 MB; make room"):
+        require_version_room(cfg, shapes, {}, pushes=3)
+    delta = replace(cfg, sync=replace(cfg.sync, delta=True, full_every=4))
+    require_version_room(delta, shapes, {}, pushes=100)  # how much changes is not known
+    for name in ("version-000007", ".writing-000008-x"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "weights").write_bytes(b"1" * 600_000)
+    (tmp_path / "version-000007" / "sync.json").write_text('{"version": 7, "whole": true}')
+    require_version_room(cfg, shapes, {}, pushes=3)  # these go
+
+
+def test_model_path_of_a_version_that_holds_only_changes_is_refused(scene: Scene, tmp_path: Path) -> None:
+    (tmp_path / "sync.json").write_text('{"version": 7, "whole": false}')
+    with pytest.raises(ConfigError, match=r"model\.path=.*: .* holds only what has changed .*; use a version that is"):
+        require_model_folder(str(tmp_path))
 
 
 def test_folder_of_another_runs_versions_is_refused(scene: Scene, tmp_path: Path) -> None:

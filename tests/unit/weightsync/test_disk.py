@@ -1,7 +1,12 @@
 """Versions as folders: standard files, of one run at a time, and none left but those that somebody may need."""
 
+import errno
 import json
+import os
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +14,18 @@ import torch
 from safetensors.torch import load_file
 
 from rl.faults import SyncError
-from weightsync.channels.disk import FolderAddress, FolderReader, FolderWriter, claim, folder_wanted, prune
+from weightsync.channels import disk
+from weightsync.channels.disk import (
+    FolderAddress,
+    FolderReader,
+    FolderWriter,
+    claim,
+    folder_wanted,
+    prune,
+    remove_left,
+    require_whole_version,
+)
+from weightsync.files import write_at
 from weightsync.plan import Buffer, Wanted
 from weightsync.planner import plan_streams
 from weightsync.regions import Regions
@@ -41,14 +57,14 @@ def zero3(rank: int) -> Regions:
 class Ranks:
     """Two ranks that write what they hold of `live`."""
 
-    def __init__(self, root: Path, name: str = "first"):
+    def __init__(self, root: Path, name: str = "first", beside: Sequence[Path] = ()):
         self.folder = folder_wanted(SHAPES, "float32", [worker()])
         self.live = [torch.randn(int(np.prod(shape))) for shape in SHAPES.values()]
         self.address = FolderAddress(
             root=str(root), name=name, slot_bytes=256, buffers=self.folder.buffers, shapes=tuple(SHAPES.values())
         )
         self.streams = [plan_streams(zero3(rank), [self.folder], 64) for rank in range(2)]
-        self.writers = [FolderWriter(self.address, rank, NUM_SLOTS, []) for rank in range(2)]
+        self.writers = [FolderWriter(self.address, rank, NUM_SLOTS, beside) for rank in range(2)]
 
     def push(self, version: int, modules: list[str] | None = None) -> None:
         reader = FolderReader(self.address)
@@ -98,12 +114,71 @@ def test_tensors_that_meet_in_a_module_go_together(tmp_path: Path) -> None:
     ranks.close()
 
 
+def test_part_of_the_weights_has_no_configuration_and_is_refused_as_a_model(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text("{}")
+    ranks = Ranks(tmp_path / "versions", beside=[config])
+    ranks.push(0)
+    ranks.push(1, ["norm"])
+    whole, part = (tmp_path / "versions" / f"version-{number:06d}" for number in range(2))
+    assert (whole / "config.json").exists() and not (part / "config.json").exists()
+    require_whole_version(whole)
+    require_whole_version(tmp_path)
+    with pytest.raises(SyncError, match=r"version-000001 holds only what has changed .*; use a version that is whole"):
+        require_whole_version(part)
+    ranks.close()
+
+
+def test_changes_that_are_everything_are_a_whole_version(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path)
+    ranks.push(0)
+    ranks.push(1, ["norm", "q"])
+    assert json.loads((tmp_path / "version-000001" / "sync.json").read_text()) == {"version": 1, "whole": True}
+    ranks.close()
+
+
+@pytest.mark.parametrize("place", ["headers", "weights", "configuration", "index"])
+def test_full_disk_is_told_with_what_is_wanted_and_free_and_leaves_no_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    config, root = tmp_path / "config.json", tmp_path / "versions"
+    config.write_text("{}")
+    ranks = Ranks(root, beside=[config])
+    ranks.push(1)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def full_of_weights(file: int, data: Any, offset: int) -> None:
+        full() if offset else write_at(file, data, offset)
+
+    with monkeypatch.context() as patch:
+        if place in ("headers", "weights"):
+            patch.setattr(disk, "write_at", full if place == "headers" else full_of_weights)
+        elif place == "configuration":
+            patch.setattr(shutil, "copyfile", full)
+        else:
+            patch.setattr(Path, "write_text", full)
+        with pytest.raises(SyncError) as raised:
+            ranks.push(2)
+    told = str(raised.value)
+    assert told.startswith(f"sync.folder={root}: No space left on device: version 2 takes 0.0 MB, of which 0.0 MB are")
+    assert "MB are free" in told and told.endswith("start the run again")
+    assert versions(root) == [1]
+    remove_left(root)
+    assert list(root.glob(".writing-*")), "the run is not over"
+    os.close(ranks.writers[0]._lock)  # its rank was killed
+    remove_left(root)
+    assert not list(root.glob(".writing-*")) and versions(root) == [1]
+
+
 def test_versions_that_nobody_needs_go(tmp_path: Path) -> None:
     ranks = Ranks(tmp_path)
     for version, modules in enumerate([None, None, ["norm"], ["norm"], ["norm"]]):
         ranks.push(version, modules)
     assert versions(tmp_path) == [1, 2, 3, 4], "since the last whole one"
     ranks.push(5)
+    assert versions(tmp_path) == [1, 2, 3, 4, 5], "what 4, the older of the two that are kept, builds on"
     ranks.push(6)
     assert versions(tmp_path) == [5, 6]
     ranks.push(3)  # of a run that was resumed
