@@ -261,7 +261,7 @@ def link_or_copy(source: str, target: str) -> None:
 
 def copy_model_files(source: Path, target: Path) -> None:
     """Copies configuration and tokenizer of a Hugging Face folder, without its weights."""
-    target.mkdir(parents=True)
+    target.mkdir(parents=True, exist_ok=True)
     for name in MODEL_FILES:
         if (source / name).exists():
             shutil.copyfile(source / name, target / name)

@@ -11,12 +11,16 @@ folder; `--dtype` rounds the weights (by default to a checkpoint's trainer.dtype
 """
 
 import argparse
+import errno
+import fcntl
 import json
+import os
+import re
 import shutil
 import sys
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,6 +40,8 @@ if TYPE_CHECKING:
     from weightsync.reshard import Target, Tick
 
 KINDS = ("hf", "train-layout", "vllm-layout")
+ASIDE = ".resharding-"
+FULL = (errno.ENOSPC, errno.EDQUOT)
 Targets = dict[str, list["Target"]]  # by the folder in the new folder that they are written to
 
 
@@ -52,7 +58,12 @@ def run(cfg: Config, own: argparse.Namespace) -> int:
     except (CheckpointError, PlanError, SyncError) as error:
         raise ConfigError(str(error)) from error
     except OSError as error:
-        raise ConfigError(f"{error.filename or own.out}: {error.strerror or error}") from error
+        advice = (
+            "; what was begun is removed; make room, or name an --out on another disk" if error.errno in FULL else ""
+        )
+        # Of a copy the second name is that of the new file.
+        name = error.filename2 or error.filename or own.out
+        raise ConfigError(f"{name}: {error.strerror or error}{advice}") from error
     return 0
 
 
@@ -68,6 +79,7 @@ def reshard(cfg: Config, source: Path, to: str, out: Path, dtype: str | None) ->
     from weightsync.reshard import write_index, write_target
 
     require_new(out)
+    remove_left(out)
     bucket_bytes = (
         cfg.sync.bucket_bytes // 3
     )  # beside a bucket, what it is read from and what it is written to are mapped
@@ -77,6 +89,7 @@ def reshard(cfg: Config, source: Path, to: str, out: Path, dtype: str | None) ->
         model = fitting_model(cfg, stored, to)
         folders = targets_of(cfg, to, stored, model)
         total = sum(target.num_bytes for targets in folders.values() for target in targets)
+        require_room(out, total)
         copied, checked = phase("copied", total), phase("read again", total)
         with written_aside(out) as aside:
             for name, targets in folders.items():
@@ -158,6 +171,41 @@ def require_new(out: Path) -> None:
         raise ConfigError(f"--out {out}: {parent} is a file; name a folder")
 
 
+def require_room(out: Path, nbytes: int) -> None:
+    """Raises ConfigError when the disk that `out` will be on has no room for so many bytes."""
+    disk = next(folder for folder in out.absolute().parents if folder.exists())
+    free = shutil.disk_usage(disk).free
+    if free < nbytes:
+        raise ConfigError(
+            f"--out {out}: its weights take {size(nbytes)}, and {size(free)} are free in {disk}; make room, or name an "
+            "--out on another disk"
+        )
+
+
+def remove_left(out: Path) -> None:
+    """Removes what killed runs were writing beside `out`. That of a run that goes on is locked, and stays."""
+    name = re.compile(rf"{re.escape(ASIDE + out.name)}-[0-9a-f]{{8}}")
+    for left in list(out.parent.iterdir()) if out.parent.is_dir() else []:
+        if name.fullmatch(left.name) and (held := lock(left)) is not None:
+            shutil.rmtree(left, ignore_errors=True)
+            os.close(held)
+
+
+def lock(folder: Path) -> int | None:
+    """Locks a folder until the file that it gives is closed, or its process ends; None where another process has, or
+    the file system cannot."""
+    try:
+        file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(file)
+        return None
+    return file
+
+
 @contextmanager
 def written_aside(out: Path) -> Iterator[Path]:
     """A folder beside `out` that gets its name in the end, or is removed when something fails.
@@ -167,8 +215,11 @@ def written_aside(out: Path) -> Iterator[Path]:
     from weightsync.files import sync_file
 
     out.parent.mkdir(parents=True, exist_ok=True)
-    aside = out.with_name(f".resharding-{out.name}-{uuid.uuid4().hex[:8]}")
+    aside = out.with_name(f"{ASIDE}{out.name}-{uuid.uuid4().hex[:8]}")
+    held = None
     try:
+        aside.mkdir()
+        held = lock(aside)
         yield aside
         try:
             out.mkdir()  # takes the name: a rename alone would replace a folder that is empty
@@ -178,12 +229,16 @@ def written_aside(out: Path) -> Iterator[Path]:
         try:
             aside.rename(out)
         except BaseException:
-            out.rmdir()
+            with suppress(OSError):  # it has its name: an interrupt came after that
+                out.rmdir()
             raise
         sync_file(out.parent)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
+    finally:
+        if held is not None:
+            os.close(held)
 
 
 @contextmanager
@@ -226,7 +281,5 @@ def main(argv: list[str]) -> NoReturn:
 
 
 if __name__ == "__main__":
-    import os
-
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     main(sys.argv[1:])

@@ -7,10 +7,12 @@ import errno
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,7 +26,7 @@ from conf.errors import ConfigError
 from conf.schema import ClusterConfig, Config, LoraConfig, RolloutConfig, SyncConfig, TrainerConfig
 from rollout.engine import engine_config
 from scripts.benchmarks.sync_matrix import config_of, layouts, model_folder
-from scripts.reshard import main, reshard, written_aside
+from scripts.reshard import lock, main, reshard, written_aside
 from tests.integration.real import hf_logprobs, load_hf, random_folder, random_ids
 from tests.integration.scripts import ROOT
 from weightsync.held import held_regions
@@ -227,8 +229,85 @@ def test_full_disk_names_the_file_and_leaves_nothing(
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     told = refuse(str(folders["dense"]), ("--to", "hf", "--out", str(tmp_path / "new")), capsys)
-    assert "model-00001-of-00001.safetensors: No space left on device" in told
+    assert "model-00001-of-00001.safetensors: No space left on device; what was begun is removed; make room" in told
     assert not list(tmp_path.iterdir())
+
+
+def test_full_disk_names_the_new_file_and_not_the_one_that_is_copied(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def full(source: Path, target: Path) -> None:  # as shutil's own
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(source), None, str(target))
+
+    monkeypatch.setattr(shutil, "copyfile", full)
+    told = refuse(str(folders["dense"]), ("--to", "hf", "--out", str(tmp_path / "new")), capsys)
+    assert told.startswith(f"configuration error: {tmp_path}/.resharding-new-") and "No space left on device" in told
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["hf", "train-layout", "vllm-layout"])
+def test_disk_without_room_is_told_with_what_is_wanted_and_free_before_anything_is_written(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, kind: str
+) -> None:
+    asked = []
+
+    def usage(folder: Path) -> Any:
+        asked.append(folder)
+        return SimpleNamespace(free=123_000)
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    told = refuse(str(folders["dense"]), ("--to", kind, "--out", str(tmp_path / "a" / "new")), capsys)
+    assert f"--out {tmp_path}/a/new: its weights take " in told and f"123.000 kB are free in {tmp_path}" in told
+    assert asked == [tmp_path] and not list(tmp_path.iterdir())
+
+
+# Runs the script, which ends itself by a signal as it calls a function: argv is the signal, the function, the rest.
+ENDING = """
+import os, signal, sys
+import weightsync.files, weightsync.reshard
+from scripts import reshard
+number, (owner, name) = getattr(signal, sys.argv[1]), sys.argv[2].split(".")
+owner = {"os": os, "files": weightsync.files, "reshard": weightsync.reshard, "Path": reshard.Path}[owner]
+usual = getattr(owner, name)
+def end(*args, **kwargs):
+    if name != "rename" or ".resharding-" in str(args[0]):
+        os.kill(os.getpid(), number)
+    return usual(*args, **kwargs)
+setattr(owner, name, end)
+reshard.main(sys.argv[3:])
+"""
+
+
+@pytest.mark.parametrize("place", ["os.posix_fallocate", "reshard.spread", "reshard.written", "Path.rename"])
+def test_run_that_was_killed_leaves_no_folder_that_looks_whole_and_the_next_one_removes_what_is_left(
+    folders: dict[str, Path], tmp_path: Path, place: str
+) -> None:
+    out = tmp_path / "new"
+    command = [str(folders["dense"]), "--to", "hf", "--out", str(out)]
+
+    def run(number: str) -> "subprocess.CompletedProcess[str]":
+        script = [sys.executable, "-c", ENDING, number, place, *command]
+        return subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=100)
+
+    interrupted = run("SIGINT")
+    assert interrupted.returncode == 130 and interrupted.stderr.endswith("interrupted\n"), interrupted.stderr
+    assert not list(tmp_path.iterdir())
+    assert run("SIGKILL").returncode == -signal.SIGKILL
+    assert len(list(tmp_path.glob(".resharding-new-*"))) == 1
+    assert not out.exists() or not list(out.iterdir())
+    others = tmp_path / ".resharding-new-2-0123abcd", tmp_path / ".resharding-new-89abcdef"
+    for other in others:
+        other.mkdir()
+    held = lock(others[1])
+    assert held is not None
+    if out.exists():
+        assert "--out" in run("SIGKILL").stderr
+        out.rmdir()
+    reshard(config(), folders["dense"], "hf", out, None)
+    assert sorted(tmp_path.iterdir()) == sorted([*others, out]), "of another --out, and of a run that goes on"
+    os.close(held)
+    live, found = whole(folders["dense"]), whole(out)
+    assert found.keys() == live.keys() and all(torch.equal(found[name], live[name]) for name in live)
 
 
 def damage(folder: Path, kind: str) -> None:
@@ -321,7 +400,6 @@ def test_layout_with_values_of_another_kind_is_named(folders: dict[str, Path], t
 def test_out_that_appears_while_it_is_written_stays_as_it_is(tmp_path: Path, kind: str) -> None:
     out = tmp_path / "new"
     with pytest.raises(ConfigError, match="new exists already; name a new folder"), written_aside(out) as aside:
-        aside.mkdir()
         (aside / "config.json").write_text("{}")
         if kind == "file":
             out.write_text("mine")
@@ -331,3 +409,16 @@ def test_out_that_appears_while_it_is_written_stays_as_it_is(tmp_path: Path, kin
             (out / "notes").write_text("mine")
     assert [path.name for path in tmp_path.iterdir()] == ["new"]
     assert not (out / "config.json").exists()
+
+
+def test_interrupt_right_after_the_folder_has_its_name_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = Path.rename
+
+    def rename(self: Path, target: Path) -> None:
+        usual(self, target)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(KeyboardInterrupt), written_aside(tmp_path / "new") as aside:
+        (aside / "config.json").write_text("{}")
+    assert [path.name for path in tmp_path.iterdir()] == ["new"] and (tmp_path / "new" / "config.json").exists()
