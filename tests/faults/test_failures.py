@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from safetensors.torch import load_file
 
 from tests.faults.runs import ENDLESS, WANDB, Launch, Run, checkpoints, launcher, patience
 from tests.unit.rl.test_tracking import offline_folders, read_offline
@@ -277,6 +278,27 @@ def test_disk_that_fills_up_stops_the_run_and_keeps_the_older_checkpoint(launch:
         newest, warnings = find_whole(root)
         assert newest == checkpoints(run)[-1] and warnings == []
         assert int(newest.name.removeprefix("step_")) >= run.last_step() - 1
+
+
+def test_folder_of_versions_that_fills_up_stops_the_run_and_holds_whole_versions_only(
+    launch: Launch, tiny_folder: Path, tmp_path: Path
+) -> None:
+    with small_disk(tmp_path / "disk", "16m") as mounted:
+        if not mounted:
+            pytest.skip("no file system can be mounted here")
+        root = tmp_path / "disk" / "versions"
+        run = launch(ENDLESS, "sync.channel=disk", f"sync.folder={root}")
+        run.wait_for("two versions", lambda: len(list(root.glob("version-*"))) >= 2)
+        fill_up(tmp_path / "disk", leave=100_000)
+        assert run.wait(NOTICED_S) == 1, run.out
+        run.wait_clean(time.monotonic(), CLEAN_S)
+        for piece in (f"sync.folder={root}: No space left on device: version ", " takes 0.4 MB", "make room, or give"):
+            assert piece in run.err, run.err
+        assert "Traceback" not in run.err, run.err
+        assert not list(root.glob(".writing-*")), "what was begun is still there"
+        kept, wanted = sorted(root.glob("version-*")), load_file(tiny_folder / "model.safetensors").keys()
+        assert len(kept) == 2
+        assert all(load_file(path / "model-00001-of-00001.safetensors").keys() == wanted for path in kept)
 
 
 def fill_up(folder: Path, leave: int) -> None:
