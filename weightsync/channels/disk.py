@@ -216,9 +216,7 @@ class FolderWriter:
         root = Path(self.address.root)
         with self._told_when_full():
             self._write_beside(version)
-        final = version_folder(root, version)
-        remove(final)  # of a run that was resumed from before it
-        self._aside.rename(final)
+        replace_folder(version_folder(root, version), self._aside)
         prune(root, version)
         sync_file(root)
 
@@ -329,15 +327,19 @@ def prune(root: Path, version: int) -> None:
     first = max((number for number in older if found[number] and number <= first), default=first)
     for number in found:
         if number > version or number < first:
-            remove(version_folder(root, number))
+            replace_folder(version_folder(root, number), None)
 
 
-def remove(path: Path) -> None:
-    """Removes a version's folder, if it is there; what a kill leaves of it has no version's name."""
-    if path.exists():
-        aside = path.with_name(f"{UNFINISHED}removed-{path.name}-{uuid.uuid4().hex[:8]}")
-        path.rename(aside)
-        shutil.rmtree(aside)
+def replace_folder(path: Path, new: Path | None) -> None:
+    """Gives a version's name to the folder `new` (None: to nothing), and removes what had it; what a kill leaves of
+    that has no version's name."""
+    old = path.with_name(f"{UNFINISHED}removed-{path.name}-{uuid.uuid4().hex[:8]}") if path.exists() else None
+    if old is not None:
+        path.rename(old)
+    if new is not None:
+        new.rename(path)  # right after: an engine that is mended has its version written again, and others may want it
+    if old is not None:
+        shutil.rmtree(old)
 
 
 def remove_unfinished(root: Path) -> None:

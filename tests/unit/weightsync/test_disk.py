@@ -188,6 +188,24 @@ def test_versions_that_nobody_needs_go(tmp_path: Path) -> None:
     ranks.close()
 
 
+def test_version_that_is_written_again_has_its_name_while_the_old_one_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for an engine that is mended, or with sync.one_by_one."""
+    ranks, rmtree, removed = Ranks(tmp_path), shutil.rmtree, []
+
+    def remove(path: Path, **kwargs: Any) -> None:
+        removed.append(versions(tmp_path))
+        rmtree(path, **kwargs)
+
+    ranks.push(3)
+    monkeypatch.setattr(shutil, "rmtree", remove)
+    ranks.push(3)
+    assert removed == [[3]]
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".writing")] == []
+    ranks.close()
+
+
 def test_folders_that_are_no_versions_stay(tmp_path: Path) -> None:
     for name in ("version-notes", "version-000001"):
         (tmp_path / name).mkdir()
