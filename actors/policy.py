@@ -196,7 +196,8 @@ class PolicyRank(Rank):
                 slot_bytes=slot_bytes,
                 sizes=tuple(sizes),
                 readers=tuple(stream.reader for stream in streams),
-                timeout_s=self.cfg.sync_patience_s,
+                meet_s=self.cfg.sync_patience_s,
+                timeout_s=sync.timeout_s,
             )
             outlet = Broadcaster(address, NUM_SLOTS)
         else:

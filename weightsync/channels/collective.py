@@ -19,7 +19,10 @@ from weightsync.plan import Bucket
 
 @dataclass(frozen=True, kw_only=True)
 class GroupAddress:
-    """Where the groups of one rank meet. `sizes[r]`: workers of reader r; `readers`: those that the rank sends to."""
+    """Where the groups of one rank meet. `sizes[r]`: workers of reader r; `readers`: those that the rank sends to.
+
+    `meet_s`: longest wait for the others to come; `timeout_s`: for what is sent.
+    """
 
     host: str
     port: int
@@ -27,6 +30,7 @@ class GroupAddress:
     slot_bytes: int
     sizes: tuple[int, ...]
     readers: tuple[int, ...]
+    meet_s: float
     timeout_s: float
 
 
@@ -59,7 +63,7 @@ class Broadcaster:
         """Starts the broadcasts of what is sent of a bucket; none when a member has left, whose load says why."""
         memory = self._slots[index]
         if (group := self._groups.get(reader)) is not None:
-            works = [broadcast(group, memory[a:b]) for a, b in bucket.ranges]
+            works = [broadcast(group, memory[a:b], self.address.timeout_s) for a, b in bucket.ranges]
             self._sent[index] = self._waiting.submit(self._finish, works)
 
     def _finish(self, works: list[Any]) -> None:
@@ -83,6 +87,7 @@ class Listener:
     """A worker's side of its group with one rank."""
 
     def __init__(self, address: GroupAddress, reader: int, member: int):
+        self._timeout_s = address.timeout_s
         self._group = join(address, reader, 1 + member) if reader in address.readers else None
 
     def begin(self, version: int, modules: Collection[str] | None) -> None:
@@ -92,7 +97,7 @@ class Listener:
         """The next bytes, whatever the slot that they were sent from, in `memory`. Raises RuntimeError when they do not
         come, and leaves the group."""
         try:
-            finish([broadcast(self._group, memory[a:b]) for a, b in bucket.ranges])
+            finish([broadcast(self._group, memory[a:b], self._timeout_s) for a, b in bucket.ranges])
         except Exception:
             self._group = None
             raise
@@ -101,15 +106,16 @@ class Listener:
 
 def join(address: GroupAddress, reader: int, member: int) -> Any:
     """The group of a rank (member 0) with a reader's workers. Raises RuntimeError when they do not come in time."""
-    timeout = timedelta(seconds=address.timeout_s)
+    timeout = timedelta(seconds=address.meet_s)
     store = TCPStore(address.host, address.port, is_master=False, timeout=timeout)
     own = PrefixStore(f"{address.name}-{reader}", store)
     return ProcessGroupGloo(own, member, 1 + address.sizes[reader], timeout)
 
 
-def broadcast(group: Any, data: torch.Tensor) -> Any:
+def broadcast(group: Any, data: torch.Tensor, timeout_s: float) -> Any:
     """Starts a broadcast from member 0; gives the work to wait for."""
     options = BroadcastOptions()
+    options.timeout = timedelta(seconds=timeout_s)
     options.rootRank, options.rootTensor = 0, 0
     return group.broadcast([data], options)
 

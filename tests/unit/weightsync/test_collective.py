@@ -13,12 +13,13 @@ import torch
 from weightsync.channels.collective import Broadcaster, GroupAddress, Listener, serve
 
 NUM_BYTES, NUM_SLOTS = 4096, 2
+MEET_S = 60.0
 BUCKET: Any = SimpleNamespace(ranges=[(0, 1024), (1024, 3072), (3072, 4096)])
 
 
 @contextmanager
 def broadcasting(num_workers: int, timeout_s: float) -> Iterator[tuple[Broadcaster, list[Listener]]]:
-    store = serve("127.0.0.1", timeout_s)
+    store = serve("127.0.0.1", MEET_S)
     address = GroupAddress(
         host="127.0.0.1",
         port=store.port,
@@ -26,6 +27,7 @@ def broadcasting(num_workers: int, timeout_s: float) -> Iterator[tuple[Broadcast
         slot_bytes=NUM_BYTES,
         sizes=(num_workers,),
         readers=(0,),
+        meet_s=MEET_S,
         timeout_s=timeout_s,
     )
     rank = Broadcaster(address, NUM_SLOTS)
@@ -80,3 +82,10 @@ def test_worker_that_leaves_frees_all_others_before_their_deadline(gone: int) ->
         reasons = [each.result() for each in waiting]
         assert not any(re.search("timed out|timeout", why, re.IGNORECASE) for why in reasons), reasons
         send(rank, 0, 3)  # whoever is left need not hear it, and the rank need not know
+
+
+def test_worker_that_stalls_keeps_others_no_longer_than_a_broadcast_may_take() -> None:
+    with broadcasting(3, timeout_s=0.5) as (rank, listeners), ThreadPoolExecutor(2) as threads:
+        send(rank, 0, 1)
+        found = [threads.submit(outcome, listener) for listener in listeners[1:]]
+        assert any("500ms" in each.result() for each in found)  # the other may be freed by that
