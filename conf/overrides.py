@@ -99,7 +99,8 @@ def with_environment(texts: list[str]) -> list[str]:
     for text in texts:
         group, _, choice = text.partition("=")
         if group == "env" and (choice.endswith(".py") or "/" in choice):
-            module = choice.removesuffix(".py").strip("./").replace("/", ".")
+            parts = choice.removesuffix(".py").removeprefix("./").split("/")
+            module = ".".join(parts) if all(part.isidentifier() for part in parts) else "package.module"
             raise ConfigError(f"{text}: takes no file; name the class in it as it is imported: env={module}.CLASS")
         if group == "env" and choice not in ("", "none"):
             path = re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", choice)

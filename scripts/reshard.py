@@ -11,7 +11,6 @@ folder; `--dtype` rounds the weights (by default to a checkpoint's trainer.dtype
 """
 
 import argparse
-import errno
 import fcntl
 import json
 import os
@@ -41,13 +40,13 @@ if TYPE_CHECKING:
 
 KINDS = ("hf", "train-layout", "vllm-layout")
 ASIDE = ".resharding-"
-FULL = (errno.ENOSPC, errno.EDQUOT)
 Targets = dict[str, list["Target"]]  # by the folder in the new folder that they are written to
 
 
 def run(cfg: Config, own: argparse.Namespace) -> int:
     """The script."""
     from rl.faults import CheckpointError, SyncError
+    from weightsync.files import FULL
     from weightsync.plan import PlanError
 
     missing = [name for name, value in (("CHECKPOINT", own.source), ("--to", own.to), ("--out", own.out)) if not value]
@@ -174,11 +173,11 @@ def require_new(out: Path) -> None:
 def require_room(out: Path, nbytes: int) -> None:
     """Raises ConfigError when the disk that `out` will be on has no room for so many bytes."""
     disk = next(folder for folder in out.absolute().parents if folder.exists())
-    free = shutil.disk_usage(disk).free
-    if free < nbytes:
+    usage = shutil.disk_usage(disk)
+    if usage.free < nbytes and usage.total:
         raise ConfigError(
-            f"--out {out}: its weights take {size(nbytes)}, and {size(free)} are free in {disk}; make room, or name an "
-            "--out on another disk"
+            f"--out {out}: its weights take {size(nbytes)}, and {size(usage.free)} are free in {disk}; make room, or "
+            "name an --out on another disk"
         )
 
 
@@ -216,10 +215,11 @@ def written_aside(out: Path) -> Iterator[Path]:
 
     out.parent.mkdir(parents=True, exist_ok=True)
     aside = out.with_name(f"{ASIDE}{out.name}-{uuid.uuid4().hex[:8]}")
-    held = None
+    unlocked, held = aside.with_name(f"{aside.name}.new"), None
     try:
-        aside.mkdir()
-        held = lock(aside)
+        unlocked.mkdir()
+        held = lock(unlocked)
+        unlocked.rename(aside)  # under this name another run removes what nobody holds
         yield aside
         try:
             out.mkdir()  # takes the name: a rename alone would replace a folder that is empty
@@ -234,7 +234,8 @@ def written_aside(out: Path) -> Iterator[Path]:
             raise
         sync_file(out.parent)
     except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
+        for folder in (unlocked, aside):
+            shutil.rmtree(folder, ignore_errors=True)
         raise
     finally:
         if held is not None:

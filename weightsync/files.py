@@ -2,6 +2,7 @@
 that has to be held.
 """
 
+import errno
 import json
 import math
 import mmap
@@ -17,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from weightsync.plan import ITEM_BYTES
 
+FULL = (errno.ENOSPC, errno.EDQUOT)  # what a disk says that has no room
 HEADER_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 KNOWN_DTYPES = {code: name for name, code in HEADER_DTYPES.items()}
 

@@ -117,14 +117,13 @@ def make_tasks(cfg: Config) -> tuple[list[Prompt], list[Prompt]]:
 def task_maker(cfg: Config) -> Callable[[str, int], list[dict[str, Any]]]:
     """(split, count) -> that many tasks of the environment's own. Raises ConfigError."""
     target = str(cfg.env._target_)
-    owner = import_function(target, KEY)
-    function = getattr(owner, "make_task", None)
+    function = getattr(import_function(target, KEY), "make_task", None)
     if function is None:
         raise ConfigError(
             f"data.from_env=true: {target} has no make_task(split, seed, index, **kwargs); add it, or give tasks with "
             "data=file data.path=FILE"
         )
-    if inspect.isclass(owner) and inspect.isfunction(inspect.getattr_static(owner, "make_task")):
+    if inspect.isfunction(function) and next(iter(inspect.signature(function).parameters), "") == "self":
         raise ConfigError(
             f"{KEY}={target}: make_task must be static, as it is called without an object; put @staticmethod above it"
         )
@@ -136,9 +135,8 @@ def task_maker(cfg: Config) -> Callable[[str, int], list[dict[str, Any]]]:
             f"{error}; it is called as make_task(split, seed, index, **kwargs), with those of env and data"
         ) from error
 
-    def make_one(split: str, index: int) -> tuple[dict[str, Any], str]:
-        """The task, and how rollouts.jsonl holds it."""
-        called = f"{KEY}={target}: make_task({split!r}, {cfg.seed}, {index})"
+    def make_one(split: str, index: int, when: str = "") -> dict[str, Any]:
+        called = f"{KEY}={target}: make_task({split!r}, {cfg.seed}, {index}){when}"
         try:
             task = function(split, cfg.seed, index, **kwargs)
         except (Exception, SystemExit) as error:
@@ -146,18 +144,19 @@ def task_maker(cfg: Config) -> Callable[[str, int], list[dict[str, Any]]]:
         if not isinstance(task, dict):
             raise ConfigError(f"{KEY}={target}: make_task gave a {type(task).__name__}, not a dict")
         try:
-            return task, json.dumps(task)
+            json.dumps(task)  # as rollouts.jsonl holds it
         except (TypeError, ValueError, RecursionError) as error:
             raise ConfigError(f"{called}: {error}") from error
+        return task
 
     def make(split: str, count: int) -> list[dict[str, Any]]:
         tasks = [make_one(split, index) for index in range(count)]
-        if tasks and make_one(split, 0)[1] != tasks[0][1]:
+        if tasks and json.dumps(make_one(split, 0, " the second time")) != json.dumps(tasks[0]):
             raise ConfigError(
                 f"{KEY}={target}: make_task({split!r}, {cfg.seed}, 0) gave another task the second time; a run that "
                 "resumes needs the same ones, so draw from random.Random(f'{split}-{seed}-{index}') alone"
             )
-        return [task for task, _ in tasks]
+        return tasks
 
     return make
 

@@ -343,12 +343,13 @@ def require_version_room(
     versions = min(pushes, 1 + (pushes > sync.full_every) if sync.delta else KEPT + 1)
     item = min(ITEM_BYTES[cfg.trainer.dtype], ITEM_BYTES[cfg.rollout.dtype])
     wanted = versions * item * sum(math.prod(shape) for shape in without_tied_head(shapes, model).values())
-    free = shutil.disk_usage(root).free + bytes_there(root)
-    if free < wanted:
+    usage = shutil.disk_usage(root)
+    free = usage.free + bytes_there(root)
+    if free < wanted and usage.total:  # some file systems tell no sizes
         raise ConfigError(
             f"sync.folder={root}: {free / 1e6:,.1f} MB free, what earlier versions there take included, but {versions} "
-            f"versions of this model, of which one is being written, need {wanted / 1e6:,.1f} MB; make room, or give a "
-            "sync.folder on a larger disk"
+            f"version{'s' * (versions > 1)} of this model, of which one is being written, need {wanted / 1e6:,.1f} MB; "
+            "make room, or give a sync.folder on a larger disk"
         )
 
 

@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -194,7 +195,8 @@ def evaluations(row: dict[str, float]) -> dict[str, float]:
     return {key: value for key, value in row.items() if key.startswith("eval/")}
 
 
-def assert_same_rows(run: Path, straight: Path, tolerance: float) -> None:
+def assert_same_rows(run: Path, straight: Path, tolerance: float, apart: Sequence[str] = ()) -> None:
+    """Every metric of every step, `apart` from some."""
     ours, theirs = comparable(run), comparable(straight)
     assert [row["step"] for row in ours] == [row["step"] for row in theirs] == list(range(1, 7))
     for found, wanted in zip(ours, theirs, strict=True):
@@ -203,6 +205,8 @@ def assert_same_rows(run: Path, straight: Path, tolerance: float) -> None:
         # the gap between engine and trainer is rounding: it has the size of the tolerance itself
         for key in [key for key in wanted if key.startswith(("mismatch/", "sync/probe_max"))]:
             assert found.pop(key) <= 1e-4 and wanted.pop(key) <= 1e-4
+        for key in apart:
+            del found[key], wanted[key]
         assert found == pytest.approx(wanted, abs=tolerance)
 
 
@@ -222,7 +226,7 @@ def test_resume_in_another_layout_equals_six_steps(copies: dict[str, Path], stra
     more = ("trainer.zero_stage=3", "cluster.train_ranks=2", "trainer.layout=padded", "num_steps=6")
     run = run_folder(train(copies["other"], tiny_folder, *TRACKED, *more).folder)
     assert_same_run(run, straight, 1e-5)
-    assert_same_rows(run, straight, 1e-5)
+    assert_same_rows(run, straight, 1e-5, apart=["train/imbalance"])  # among the ranks
 
 
 def test_finished_run_is_not_run_again(resumed: Path, tiny_folder: Path) -> None:

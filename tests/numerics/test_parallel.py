@@ -219,13 +219,17 @@ def num_compiled(_: Any) -> tuple[int, str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_five_updates_through_compiled_kernels_equal_plain_torch(folder: Path, dense: Wanted, tmp_path: Path) -> None:
+def test_five_updates_through_compiled_kernels_equal_plain_torch(
+    group: RankGroup, folder: Path, dense: Wanted, tmp_path: Path
+) -> None:
     cfg = config("sgd", 1, 2, layout=Layout.padded, fused_logprobs=True)
-    with started_cluster() as cluster:
-        group = start_ranks(cluster, [cfg], folder)[2]
-        group.measure(True)  # a mode in which torch.compile would refuse to be called
-        assert_equals_plain(ActorPolicy(cfg, group), dense, tmp_path / "hf", "sgd")
-        compiled = ray.get([actor.__ray_call__.remote(num_compiled) for actor in group.actors], timeout=60)
+    (own,) = start_ranks(group.cluster, [cfg], folder).values()
+    try:
+        own.measure(True)  # a mode in which torch.compile would refuse to be called
+        assert_equals_plain(ActorPolicy(cfg, own), dense, tmp_path / "hf", "sgd")
+        compiled = ray.get([actor.__ray_call__.remote(num_compiled) for actor in own.actors], timeout=60)
+    finally:
+        own.stop()
     for count, kept_in in compiled:
         assert count >= 2, "the formulas ran uncompiled"
         assert Path(kept_in).parent == machine_folder() and list(Path(kept_in).iterdir())

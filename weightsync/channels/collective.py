@@ -64,21 +64,21 @@ class Broadcaster:
         memory = self._slots[index]
         if (group := self._groups.get(reader)) is not None:
             works = [broadcast(group, memory[a:b], self.address.timeout_s) for a, b in bucket.ranges]
-            self._sent[index] = self._waiting.submit(self._finish, works)
+            self._sent[index] = self._waiting.submit(self._finish, reader, works)
 
-    def _finish(self, works: list[Any]) -> None:
-        """As `finish`; leaves all groups when that fails."""
+    def _finish(self, reader: int, works: list[Any]) -> None:
+        """As `finish`; leaves the group of this reader when that fails."""
         try:
             finish(works)
         except Exception:
-            self._groups.clear()
+            self._groups.pop(reader, None)
             raise
 
     def end(self, version: int) -> None:
         """As weightsync.channels.channel.Outlet."""
 
     def close(self) -> None:
-        """As weightsync.channels.channel.Outlet."""
+        """As weightsync.channels.channel.Outlet. Waits for what is under way, at most timeout_s."""
         self._groups.clear()
         self._waiting.shutdown(wait=False)
 

@@ -7,8 +7,6 @@ holds only tensors of which an engine's module has changed; unless these are all
 configuration.
 """
 
-import contextlib
-import errno
 import fcntl
 import json
 import math
@@ -17,7 +15,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,16 +23,15 @@ from typing import Any
 import torch
 
 from rl.faults import SyncError
-from weightsync.files import Entry, header_of, naming, sync_file, write_at
+from weightsync.files import FULL, Entry, header_of, naming, sync_file, write_at
 from weightsync.plan import ITEM_BYTES, Bucket, Buffer, Wanted, aligned
 from weightsync.regions import Regions
 
 FILE_BYTES = 5 << 30  # tensors of at most so many bytes in a file, unless one alone is larger
 KEPT = 2  # versions, and all since the whole one that the first of them builds on
 INDEX, ABOUT = "model.safetensors.index.json", "sync.json"
-UNFINISHED = ".writing-"
+UNFINISHED = ".writing-version-"
 OWNER = ".run"  # the run folder of the run whose versions these are
-FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +154,8 @@ def spans_of(address: FolderAddress, places: Places, bucket: Bucket) -> list[Spa
 class FolderWriter:
     """A rank's side. Rank 0 also writes headers, and names the folder in the end.
 
-    `beside`: files of the model that a version's folder has too. Raises SyncError when another run writes there.
+    `beside`: files of the model that the folder of a whole version has too.
+    Raises SyncError when another run writes there.
     """
 
     def __init__(self, address: FolderAddress, rank: int, num_slots: int, beside: Sequence[Path]):
@@ -333,13 +331,13 @@ def prune(root: Path, version: int) -> None:
 def replace_folder(path: Path, new: Path | None) -> None:
     """Gives a version's name to the folder `new` (None: to nothing), and removes what had it; what a kill leaves of
     that has no version's name."""
-    old = path.with_name(f"{UNFINISHED}removed-{path.name}-{uuid.uuid4().hex[:8]}") if path.exists() else None
+    old = path.with_name(f"{UNFINISHED}removed-{uuid.uuid4().hex[:8]}") if path.exists() else None
     if old is not None:
         path.rename(old)
     if new is not None:
         new.rename(path)  # right after: an engine that is mended has its version written again, and others may want it
     if old is not None:
-        shutil.rmtree(old)
+        shutil.rmtree(old, ignore_errors=True)  # somebody may be reading it; the next run takes the rest
 
 
 def remove_unfinished(root: Path) -> None:
@@ -350,7 +348,7 @@ def remove_unfinished(root: Path) -> None:
 
 def remove_left(root: Path) -> None:
     """Removes what a run that is over has begun and not finished, unless another one pushes into the folder by now."""
-    with contextlib.suppress(SyncError):
+    with suppress(SyncError):
         file = lock(root)
         try:
             remove_unfinished(root)
@@ -359,8 +357,12 @@ def remove_left(root: Path) -> None:
 
 
 def bytes_of(folders: Sequence[Path]) -> int:
-    """What the files in these folders take on the disk."""
-    return sum(path.stat().st_blocks * 512 for folder in folders for path in folder.glob("*"))
+    """What the files in these folders take on the disk, as far as they are still there."""
+    total = 0
+    for path in (path for folder in folders for path in folder.glob("*")):
+        with suppress(FileNotFoundError):
+            total += path.lstat().st_blocks * 512
+    return total
 
 
 def bytes_there(root: Path) -> int:

@@ -133,6 +133,7 @@ def test_env_on_the_command_line_brings_its_tasks_and_rewards() -> None:
         (["env=gues"], "env has no such choice.*nearest: guess"),
         (["env=my_envs.py"], "takes no file; .*env=my_envs.CLASS"),
         (["env=./games/my_envs.py"], "takes no file; .*env=games.my_envs.CLASS"),
+        (["env=../games/my_envs.py"], "takes no file; .*env=package.module.CLASS"),
         (["env=guess", "env.context_tokens=9999"], "an engine takes no more"),
         (["env=guess", "env.on_rewrite=fork", "env.context=window"], "use env.context=stop"),
         (["env=guess", "env.tool_format=json"], "must be one of auto, hermes, llama, xml, none, or vllm:NAME"),

@@ -112,6 +112,7 @@ class Acting:
                 time.sleep(3600)
             os._exit(0)
         os.wait()
+        os.close(begins)
         os.read(lives, 1)
         return StepResult()
     def do_look(self):

@@ -706,13 +706,13 @@ def test_folder_without_room_for_versions_is_refused(
 ) -> None:
     cfg = scene.cfg(sync=SyncConfig(channel=Channel.disk, folder=str(tmp_path), probe_tokens=8))
     shapes = {"w": (1000, 1000)}  # a version of 4 MB
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=11_000_000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=11_000_000, total=GIGABYTE))
     require_version_room(cfg, shapes, {}, pushes=2)
     with pytest.raises(ConfigError, match=r"sync\.folder=.*: 11\.0 MB free, .* 3 versions .* need 12\.0 MB; make room"):
         require_version_room(cfg, shapes, {}, pushes=3)
     delta = replace(cfg, sync=replace(cfg.sync, delta=True, full_every=4))
     require_version_room(delta, shapes, {}, pushes=100)  # how much changes is not known
-    for name in ("version-000007", ".writing-000008-x"):
+    for name in ("version-000007", ".writing-version-000008-x"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "weights").write_bytes(b"1" * 600_000)
     (tmp_path / "version-000007" / "sync.json").write_text('{"version": 7, "whole": true}')
