@@ -86,6 +86,11 @@ def status(folder: Path) -> str | None:
     return value if isinstance(value, str) else None
 
 
+def nearest_folder(path: Path) -> Path:
+    """`path` where it is there, or what is nearest above it and there: where it would be made."""
+    return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+
+
 def write_config(folder: Path, text: str) -> None:
     """Writes the resolved configuration to `config.yaml`."""
     write_text(folder / "config.yaml", text)

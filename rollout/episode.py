@@ -30,7 +30,7 @@ from rollout.conversation import (
     wants_room,
 )
 from rollout.environment import Action, Message, Observation, StepResult
-from rollout.played import Played, note_messages, task_of
+from rollout.played import Played, note_action, note_messages, task_of
 from rollout.seeds import derive_seed
 from rollout.single_turn import Generator
 from rollout.tool_calls import decode, parse
@@ -164,13 +164,5 @@ class Episodes:
         add_turn(conversation, played.tree, completion, text)
         cut_off = completion.finish_reason == "length"
         action = parse(text, self.tool_format, cut_off, tokenizer=self.tokenizer, tools=conversation.tools)
-        played.transcript.append(
-            {
-                "kind": "action",
-                "agent": conversation.agent,
-                "segment": conversation.node,
-                "text": text,
-                "truncated": cut_off,
-            }
-        )
+        note_action(played, conversation.agent, conversation.node, text, cut_off)
         return action

@@ -31,6 +31,11 @@ def note_messages(played: Played, agent: str, messages: Sequence[Message]) -> No
     played.transcript += [message | {"kind": "message", "agent": agent} for message in messages]
 
 
+def note_action(played: Played, agent: str, segment: int, text: str, cut_off: bool) -> None:
+    """`cut_off`: the turn ran out of tokens."""
+    played.transcript.append({"kind": "action", "agent": agent, "segment": segment, "text": text, "truncated": cut_off})
+
+
 def as_trajectory(played: Played) -> Trajectory:
     """The episode's rows, each with what it can still earn; an empty trajectory when nothing was sampled."""
     tree, infos = played.tree, played.infos

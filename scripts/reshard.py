@@ -29,6 +29,7 @@ from conf.choices import Dtype
 from conf.errors import ConfigError
 from conf.launch import ArgumentParser, launch, report
 from conf.schema import Config
+from rl.run_folder import nearest_folder
 from scripts.plan_sync import size
 
 if TYPE_CHECKING:
@@ -165,14 +166,14 @@ def require_new(out: Path) -> None:
     """Raises ConfigError when there is something of this name already, or no folder that it could be in."""
     if out.exists() or out.is_symlink():
         raise ConfigError(f"--out {out} exists already; name a new folder, or remove it")
-    parent = next(folder for folder in out.absolute().parents if folder.exists())
+    parent = nearest_folder(out)
     if not parent.is_dir():
         raise ConfigError(f"--out {out}: {parent} is a file; name a folder")
 
 
 def require_room(out: Path, nbytes: int) -> None:
     """Raises ConfigError when the disk that `out` will be on has no room for so many bytes."""
-    disk = next(folder for folder in out.absolute().parents if folder.exists())
+    disk = nearest_folder(out)
     usage = shutil.disk_usage(disk)
     if usage.free < nbytes and usage.total:
         raise ConfigError(

@@ -20,7 +20,7 @@ from rollout.agents.request import Asked, Refused, as_message, next_key, read
 from rollout.attempts import EpisodeFailed, engine_failure, require_same_ids
 from rollout.chat import Bridge, Extension, TemplateError
 from rollout.engine import Outcome
-from rollout.played import Played
+from rollout.played import Played, note_action
 from rollout.seeds import derive_seed
 from rollout.single_turn import Generator
 from rollout.trajectory import Kind
@@ -249,10 +249,7 @@ class Session:
         for key, message in zip(asked.keys[1:], asked.messages, strict=True):
             if key not in self._noted:
                 transcript.append({"kind": "message", "agent": asked.agent} | message)
-        cut_off = answer.finish_reason == "length"
-        transcript.append(
-            {"kind": "action", "agent": asked.agent, "segment": node, "text": answer.text, "truncated": cut_off}
-        )
+        note_action(self.played, asked.agent, node, answer.text, answer.finish_reason == "length")
         key = next_key(asked.keys[-1], as_message(answer.message, len(asked.messages)))
         self._actions[key] = node
         self._noted.update(asked.keys, [key])

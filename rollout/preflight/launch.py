@@ -17,6 +17,7 @@ from conf.layout import EXPERT_KEYS
 from conf.schema import NO_REWARD, Config, LoraConfig, RolloutConfig
 from rl.faults import SyncError
 from rl.plan.memory import ITEM_BYTES, held_bytes, num_adapter_parameters, promised_bytes
+from rl.run_folder import nearest_folder
 from rl.types import Prompt
 from rollout.data import (
     load_records,
@@ -388,14 +389,13 @@ def require_disk(cfg: Config, shapes: dict[str, tuple[int, ...]]) -> None:
     (and the export) of this model.
     """
     run_dir = Path(cfg.run_dir or (cfg.resume if cfg.resume not in ("auto", "never") else "runs")).absolute()
-    disk = next(folder for folder in (run_dir, *run_dir.parents) if folder.exists())
     parameters = sum(math.prod(shape) for shape in shapes.values())
     trained = parameters if cfg.lora.rank == 0 else num_adapter_parameters(cfg.lora, shapes)
     trained += parameters * cfg.algo.has_critic
     saves = cfg.checkpoint.every > 0 or cfg.checkpoint.at_end
     wanted = trained * CHECKPOINT_BYTES * saves
     wanted += parameters * ITEM_BYTES[cfg.trainer.dtype] * cfg.checkpoint.export
-    free = shutil.disk_usage(disk).free
+    free = shutil.disk_usage(nearest_folder(run_dir)).free
     if free < wanted:
         raise ConfigError(
             f"{run_dir}: {free / 1e9:.1f} GB free, but one checkpoint and the export of this model "
